@@ -1,0 +1,38 @@
+"""The rewrites between the model and the machine, in their order, a reason a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from turbo_compile.passes.prefetch import Prefetch
+from turbo_compile.passes.recompute import Recompute
+from turbo_compile.passes.shard import ShardParameters
+from turbo_compile.passes.statistics import SumOverRanks
+from turbo_compile.plans.plan import Plan
+from turbo_compile.plans.ranges import resolve_ranges
+
+
+class Pass(Protocol):
+    """A rewrite of a program in place; `exact` says whether the numbers stay the same bits."""
+
+    exact: bool
+
+    def run(self, program: Any) -> None: ...
+
+
+def forward_passes(plan: Plan) -> tuple[Any, ...]:
+    return (
+        SumOverRanks(),  # losses and router counts are of the global batch: differentiated with their sum in place
+    )
+
+
+def step_passes(plan: Plan, blocks: Iterable[str]) -> tuple[Any, ...]:
+    names = list(blocks)
+    modes = resolve_ranges(plan.recompute, names, what="recompute")
+    reshard = resolve_ranges(plan.schedule.reshard, names, what="schedule.reshard")
+    return (
+        Recompute(modes),  # which partition each call uses: fixes what is saved, and which parameters backward reads
+        ShardParameters(reshard, plan.mesh.dp > 1),  # placements, then the collectives they imply
+        Prefetch(plan.schedule.prefetch),  # last: it fixes the order of communication
+    )

@@ -1,0 +1,1 @@
+"""Plans: every decision of a parallel training run, as data."""

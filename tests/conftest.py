@@ -1,0 +1,37 @@
+"""Snapshots: texts that tests make, kept so that a change shows as a diff. `pytest --update` rewrites them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Otherwise as Hypothesis found it (its own profile under CI): a busy machine is no reason to fail.
+settings.register_profile("no_deadline", parent=settings(), deadline=None)
+settings.load_profile("no_deadline")
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="rewrite the snapshots under tests/snapshots/")
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`snapshot(text)` compares with tests/snapshots/<module>/<test>.txt; a name tells several in one test apart."""
+
+    def check(text: str, name: str = "") -> None:
+        stem = re.sub(r"[^\w.-]+", "-", request.node.name + (f".{name}" if name else "")).strip("-")
+        file = SNAPSHOTS / request.node.path.stem / f"{stem}.txt"
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert file.exists(), f"no snapshot {file.relative_to(SNAPSHOTS)}: run pytest --update, and read what it writes"
+        assert text == file.read_text(encoding="utf-8"), "the snapshot differs; if that is meant, run pytest --update"
+
+    return check

@@ -1,0 +1,126 @@
+"""Every private torch symbol the project uses, under one roof, with the torch versions that have it.
+
+Public torch is imported where it is needed. What is listed here moves between releases; each name was seen to exist
+in torch 2.11, 2.12, 2.13 and 2.14 unless its comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "capture_graph",
+    "compile_graph",
+    "default_store",
+    "dtensor_like",
+    "export_joint",
+    "fake_mode_of",
+    "fake_process_group_store",
+    "inductor_options",
+    "invoke_subgraph",
+    "mark_must_recompute",
+    "mark_must_save",
+    "partition_joint",
+    "source_fqn",
+]
+
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+_SOURCE_STEP = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]")
+
+
+def capture_graph(function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.GraphModule:
+    """The torch-level graph of `function(*arguments)`, nested compile regions kept as `invoke_subgraph` calls."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(inline_single_use_invoke_subgraph=False, assume_static_by_default=True):
+        return dynamo_graph_capture_for_export(function)(*arguments)
+
+
+def fake_mode_of(captured: fx.GraphModule) -> FakeTensorMode:
+    """The fake mode whose symbols the captured graph's values carry."""
+    return captured.meta["fake_mode"]
+
+
+def source_fqn(node: fx.Node) -> str | None:
+    """The dotted module path of a parameter or buffer placeholder; None for an argument of the captured function."""
+    source = getattr(node, "_dynamo_source", None)
+    name = source.name if isinstance(source.name, str) else source.name() if source is not None else ""
+    return ".".join(_SOURCE_STEP.findall(name)) or None
+
+
+def export_joint(
+    stack: contextlib.ExitStack, module: fx.GraphModule, inputs: tuple[Any, ...], mode: FakeTensorMode
+) -> tuple[fx.GraphModule, Any]:
+    """The joint forward and backward graph of `module` on fake `inputs`, and AOTAutograd's facts about it."""
+    stack.enter_context(tracing(TracingContext(mode)))
+    joint = aot_export_joint_with_descriptors(stack, module, inputs, decompositions=select_decomp_table())
+    return joint.graph_module, joint._aot_state.fw_metadata
+
+
+def partition_joint(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward, saving what min-cut and the nodes' tags say."""
+    inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=outputs)
+
+
+def mark_must_recompute(node: fx.Node) -> None:
+    node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
+
+
+def mark_must_save(node: fx.Node) -> None:
+    node.meta.update(recompute=CheckpointPolicy.MUST_SAVE, ac_graph_id=0)
+
+
+def compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, *, backward: bool
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor's code for an ATen graph. The callable takes its inputs as one list, and empties it."""
+    output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+    results = output.args[0]
+    # Every output keeps the strides it was traced with: the next segment is compiled for them.
+    output.meta["user_visible_output_idxs"] = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]  # type: ignore[arg-type, union-attr]
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), inductor_options():
+        return compile_fx_inner(graph, list(inputs), is_backward=backward)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def inductor_options() -> Iterator[None]:
+    """Inductor settings for segments: no run-time checks of sizes that the program already fixes."""
+    with torch._inductor.config.patch(size_asserts=False, nan_asserts=False):
+        yield
+
+
+def fake_process_group_store() -> Any:
+    """A store that lets one process pose as any rank of any world (importing it registered the `fake` backend)."""
+    return FakeStore()
+
+
+def default_store() -> Any:
+    """The key-value store behind the process group: how ranks talk when a collective might hang."""
+    return _get_default_store()
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor with `like`'s mesh, placements and shape around `local`; five times cheaper than `from_local`."""
+    return DTensor(local, like._spec, requires_grad=False)

@@ -1,0 +1,1 @@
+"""Training frameworks that can use a compiled model: one module each."""

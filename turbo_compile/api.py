@@ -1,0 +1,123 @@
+"""`turbo_compile(model, plan)`: the whole story."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from turbo_compile.capture import Signature, capture
+from turbo_compile.differentiate import differentiate
+from turbo_compile.dtypes import choose_dtypes
+from turbo_compile.errors import TurboCompileError
+from turbo_compile.huggingface import block_modules
+from turbo_compile.ir.dump import open_dump
+from turbo_compile.ir.mesh import build_axes, ensure_process_group
+from turbo_compile.ir.placement import layouts
+from turbo_compile.ir.runner import run
+from turbo_compile.lower import BACKENDS, Executable, lower
+from turbo_compile.parameters import shard_parameters
+from turbo_compile.passes import forward_passes, step_passes
+from turbo_compile.plans.plan import Plan, PlanLike, check_supported, environment
+from turbo_compile.ranks import first_rank_first
+from turbo_compile.runtime import Runtime, attach, is_compiled
+
+
+def turbo_compile(
+    model: PreTrainedModel,
+    plan: PlanLike = "auto",
+    *,
+    cluster: str | PathLike[str] | None = None,
+    example: dict[str, Any] | None = None,
+    backend: str = "inductor",
+    dump: str | PathLike[str] | None = None,
+) -> PreTrainedModel:
+    """Compile `model`, in place, to train in parallel under `plan`; returns the same object.
+
+    Every rank calls it with the same model. Each then passes its own rows: `out.loss` is the mean over all valid tokens of
+    the global batch, and `out.loss.backward()` leaves every trainable parameter a DTensor gradient.
+
+    Args:
+        model: a `PreTrainedModel` with weights on a device, or on meta.
+        plan: a `Plan`, a nested dict, the path of a YAML file, or "auto" (fsdp over all ranks).
+        cluster: a cluster file for the planner; unused while "auto" is fsdp over all ranks.
+        example: keyword arguments of a first call, to compile for before training starts.
+        backend: "inductor", or "eager" to interpret the program (debugging).
+        dump: a directory for the program after every pass.
+
+    Raises:
+        PlanError: the plan does not fit the model or the world.
+        CaptureError: the model cannot be captured; names its line.
+    """
+    _check(model, backend)
+    device = _device(model)
+    ensure_process_group(device)
+    plan = _resolve(plan, model)
+    axes = build_axes(plan.mesh, device)
+    blocks = tuple(block_modules(model))
+    passes = step_passes(plan, blocks)
+    dtypes = choose_dtypes(model, plan.dtype)
+    shapes = {name: (p.shape, dtypes.master[name]) for name, p in model.named_parameters()}
+    placed = layouts(plan, shapes)
+    stages = open_dump(dump, plan, axes.rank)
+
+    def build(signature: Signature) -> Executable:
+        program = capture(model, signature, dtypes.compute, device)
+        run(forward_passes(plan), program, dump=stages)
+        step = differentiate(program, signature.differentiated)
+        run(passes, step, dump=stages)
+        return lowered(step)
+
+    def lowered(step: Any) -> Executable:
+        made: list[Executable] = []
+        first_rank_first(lambda: made.append(lower(step, axes, placed, dtypes.reduce, pending, backend)))
+        return made[-1]
+
+    dead = list(model.parameters())
+    pending: dict[str, torch.Tensor] = {}
+    sharded = shard_parameters(model, axes, placed, dtypes.master)
+    runtime = Runtime(
+        model, sharded, build, plan.batch.shapes == "static", _vocabulary(model), dtypes.reduce, pending
+    )
+    attach(runtime, dead)
+    if example is not None:
+        model(**example)
+    return model
+
+
+def _check(model: Any, backend: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TurboCompileError(f"turbo_compile takes a transformers PreTrainedModel, not {type(model).__name__}")
+    if is_compiled(model):
+        raise TurboCompileError("the model is already compiled; make a new one to compile it under another plan")
+    if backend not in BACKENDS:
+        raise TurboCompileError(f"backend={backend!r} is unknown; it can be {' or '.join(BACKENDS)}")
+
+
+def _resolve(plan: PlanLike, model: PreTrainedModel) -> Plan:
+    """The plan in force, every layer in its place: auto and the model's own say, then environment and argument."""
+    own: dict[str, Any] = {}
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        own["recompute"] = "full"
+    if plan == "auto":
+        own["mesh"] = {"fsdp": dist.get_world_size()}
+    resolved = Plan.layers(own, environment(), None if plan == "auto" else plan)
+    check_supported(resolved)
+    return resolved
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    """Where the model trains: where its weights are, or, for weights on meta, this process' accelerator or the CPU."""
+    device = next(iter(model.parameters())).device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    head: nn.Module | None = model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else int(model.config.get_text_config().vocab_size)

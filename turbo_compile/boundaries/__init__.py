@@ -1,0 +1,1 @@
+"""Declared boundaries: ops that carry their placement rule, their FLOP formula and their backward."""

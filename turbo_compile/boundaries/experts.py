@@ -1,0 +1,224 @@
+"""The experts boundary: tokens go to the rows of their experts, the experts compute, the rows come back as a sum.
+
+    rows [T*K, H], order [T*K], offsets [E] = dispatch(hidden [T, H], index [T, K], E)    # sorted by expert, then token
+    rows [T*K, H] = expert_rows(module, rows, offsets)                                    # row by row
+    out [T, H] = combine(rows, order, weights [T, K])
+
+Expert parallelism puts its exchanges after `dispatch` and before `combine`. Row j of `rows` is token `order[j] // K`,
+for its choice `order[j] % K`; `offsets[e]` (int32) is where the rows of expert e end; an expert without a token is
+normal. `combine` gives the dtype of the rows; its products and sums are in the wider of the two dtypes and at least in
+fp32, as transformers sums them, except that low-precision products are not rounded before the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turbo_compile.boundaries.loss import Placement
+from turbo_compile.errors import UnsupportedOp
+from turbo_compile.kernels.grouped_mm import grouped_mm
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # inputs may have any strides; outputs are contiguous
+
+torch.library.define(
+    "turbo_compile::dispatch",
+    "(Tensor hidden, Tensor index, int num_experts) -> (Tensor rows, Tensor order, Tensor offsets)",
+    tags=_TAGS,
+)
+torch.library.define("turbo_compile::dispatch_backward", "(Tensor grad, Tensor order, int top_k) -> Tensor", tags=_TAGS)
+torch.library.define("turbo_compile::combine", "(Tensor rows, Tensor order, Tensor weights) -> Tensor", tags=_TAGS)
+torch.library.define(
+    "turbo_compile::combine_backward",
+    "(Tensor grad, Tensor rows, Tensor order, Tensor weights) -> (Tensor grad_rows, Tensor grad_weights)",
+    tags=_TAGS,
+)
+dispatch = torch.ops.turbo_compile.dispatch.default
+dispatch_backward = torch.ops.turbo_compile.dispatch_backward.default
+combine = torch.ops.turbo_compile.combine.default
+combine_backward = torch.ops.turbo_compile.combine_backward.default
+
+# Each rank sorts the tokens it holds, so rows, order and offsets are its own.
+PLACEMENTS = {
+    dispatch: Placement(("tokens", "tokens"), ("tokens", "tokens", "tokens")),
+    dispatch_backward: Placement(("tokens", "tokens"), ("tokens",)),
+    combine: Placement(("tokens", "tokens", "tokens"), ("tokens",)),
+    combine_backward: Placement(("tokens", "tokens", "tokens", "tokens"), ("tokens", "tokens")),
+}
+
+CPU_CHUNK_BYTES_PER_THREAD = 1 << 19  # what a step of a sum holds: measured, 3 to 5 times faster than all at once
+CUDA_CHUNK_BYTES = 64 << 20  # not yet measured
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers' `ExpertsInterface` calls for an experts module: (T, H).
+
+    hidden_states (T, H); top_k_index (T, K) int64, below the number of experts; top_k_weights (T, K). `module` is of a
+    class under `use_experts_implementation`: its weights, its flags and its gate decide the compute.
+
+    Raises UnsupportedOp for a module that transformers itself has already spread over ranks.
+    """
+    if module._is_expert_parallel:
+        raise UnsupportedOp(
+            f"{type(module).__name__} is already sharded by transformers' own expert parallelism; "
+            "load the model without a tensor-parallel or expert-parallel plan, and give mesh.ep to turbo_compile"
+        )
+    rows, order, offsets = dispatch(hidden_states, top_k_index, module.num_experts)
+    rows = expert_rows(module, rows, offsets)
+    return combine(rows, order, top_k_weights).to(hidden_states.dtype)
+
+
+def expert_rows(module: Any, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The experts' compute on rows sorted by expert: (N, H) to (N, H)."""
+    if module.has_gate:
+        rows = module._apply_gate(_project(module, "gate_up_proj", rows, offsets))
+    else:
+        rows = module.act_fn(_project(module, "up_proj", rows, offsets))
+    rows = _project(module, "down_proj", rows, offsets)
+    return module.post_expert_norm(rows) if module.has_post_expert_norm else rows
+
+
+def _project(module: Any, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+    weight = getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    return grouped_mm(rows, weight if module.is_transposed else weight.transpose(1, 2), offsets, bias)
+
+
+def dispatch_flops(tokens: Any, top_k: Any, hidden: Any) -> int:
+    """None: it copies."""
+    return 0
+
+
+def dispatch_backward_flops(tokens: Any, top_k: Any, hidden: Any) -> Any:
+    return tokens * top_k * hidden
+
+
+def combine_flops(tokens: Any, top_k: Any, hidden: Any) -> Any:
+    return 2 * tokens * top_k * hidden
+
+
+def combine_backward_flops(tokens: Any, top_k: Any, hidden: Any) -> Any:
+    """A product for the rows, a dot product for the weights."""
+    return 3 * tokens * top_k * hidden
+
+
+@torch.library.impl("turbo_compile::dispatch", ("cpu", "cuda"))
+def _dispatch(hidden: Tensor, index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    experts, order = torch.sort(index.flatten(), stable=True)
+    ends = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
+    offsets = torch.searchsorted(experts, ends, right=True, out_int32=True)  # a histogram would be a host read on a GPU
+    return hidden.index_select(0, order // index.shape[1]), order, offsets
+
+
+@torch.library.register_fake("turbo_compile::dispatch")
+def _dispatch_fake(hidden: Tensor, index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = index.shape[0] * index.shape[1]
+    return (
+        hidden.new_empty((rows, hidden.shape[1])),
+        index.new_empty((rows,)),
+        index.new_empty((num_experts,), dtype=torch.int32),
+    )
+
+
+@torch.library.impl("turbo_compile::dispatch_backward", ("cpu", "cuda"))
+def _dispatch_backward(grad: Tensor, order: Tensor, top_k: int) -> Tensor:
+    positions = _inverse(order).view(-1, top_k)
+    out = grad.new_empty((positions.shape[0], grad.shape[1]))
+    for tokens in _chunks(positions.shape[0], top_k * grad.shape[1], grad):
+        picked = grad.index_select(0, positions[tokens].flatten())
+        torch.sum(picked.view(-1, top_k, grad.shape[1]), dim=1, out=out[tokens])
+    return out
+
+
+@torch.library.register_fake("turbo_compile::dispatch_backward")
+def _dispatch_backward_fake(grad: Tensor, order: Tensor, top_k: int) -> Tensor:
+    return grad.new_empty((order.shape[0] // top_k, grad.shape[1]))
+
+
+def _dispatch_save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, index, _ = inputs
+    _, order, offsets = output
+    ctx.mark_non_differentiable(order, offsets)
+    ctx.set_materialize_grads(False)  # order and offsets have none, instead of zeros
+    ctx.save_for_backward(order)
+    ctx.top_k = index.shape[1]
+
+
+def _dispatch_differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, None, None]:
+    if grad is None:
+        return None, None, None
+    (order,) = ctx.saved_tensors
+    return dispatch_backward(grad, order, ctx.top_k), None, None
+
+
+torch.library.register_autograd("turbo_compile::dispatch", _dispatch_differentiate, setup_context=_dispatch_save)
+
+
+@torch.library.impl("turbo_compile::combine", ("cpu", "cuda"))
+def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    tokens, top_k = weights.shape
+    dtype = _accumulate_dtype(rows, weights)
+    positions = _inverse(order).view(tokens, top_k)
+    weights = weights.to(dtype).unsqueeze(2)
+    out = rows.new_empty((tokens, rows.shape[1]))
+    for chunk in _chunks(tokens, top_k * rows.shape[1], rows):
+        picked = rows.index_select(0, positions[chunk].flatten()).to(dtype).view(-1, top_k, rows.shape[1])
+        out[chunk] = picked.mul_(weights[chunk]).sum(dim=1)
+    return out
+
+
+@torch.library.register_fake("turbo_compile::combine")
+def _combine_fake(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    return rows.new_empty((weights.shape[0], rows.shape[1]))
+
+
+@torch.library.impl("turbo_compile::combine_backward", ("cpu", "cuda"))
+def _combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    top_k = weights.shape[1]
+    dtype = _accumulate_dtype(rows, weights)
+    token = order // top_k
+    weight = weights.to(dtype).flatten()[order].unsqueeze(1)
+    grad_rows = rows.new_empty(rows.shape)
+    grad_weight = rows.new_empty(order.shape, dtype=dtype)
+    for chunk in _chunks(order.shape[0], rows.shape[1], rows):
+        picked = grad.index_select(0, token[chunk]).to(dtype)
+        torch.mul(picked, weight[chunk], out=grad_rows[chunk])
+        torch.sum(picked.mul_(rows[chunk]), dim=1, out=grad_weight[chunk])
+    return grad_rows, grad_weight[_inverse(order)].view(weights.shape).to(weights.dtype)
+
+
+@torch.library.register_fake("turbo_compile::combine_backward")
+def _combine_backward_fake(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _combine_save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+    grad_rows, grad_weights = combine_backward(grad, *ctx.saved_tensors)
+    return grad_rows, None, grad_weights
+
+
+torch.library.register_autograd("turbo_compile::combine", _combine_differentiate, setup_context=_combine_save)
+
+
+def _accumulate_dtype(rows: Tensor, weights: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where each element of a permutation went."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def _chunks(length: int, width: int, like: Tensor) -> Iterator[slice]:
+    """Slices of `length` things, each of `width` numbers, that stay in cache together."""
+    on_cpu = like.device.type == "cpu"
+    chunk_bytes = CPU_CHUNK_BYTES_PER_THREAD * torch.get_num_threads() if on_cpu else CUDA_CHUNK_BYTES
+    size = max(1, chunk_bytes // max(1, width * max(4, like.dtype.itemsize)))
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

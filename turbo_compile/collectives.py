@@ -1,0 +1,51 @@
+"""Collectives as the outer graph names them: a start and a wait, over a mesh axis.
+
+The functions here stand in a graph; they never run. Lowering replaces each by the real exchange on its axis' process
+group, so that a program's text is the same on every rank. Backwards are declared once, in `passes_gradient`: the sum of
+a value over ranks hands its tangent to every rank unchanged (each rank's share of a loss counts once).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch.fx as fx
+
+
+def all_gather(group: Any, axis: str) -> NoReturn:
+    """Start gathering every parameter of a group from its shards over `axis`, in the dtype compute wants."""
+    raise _not_lowered("all_gather")
+
+
+def reduce_scatter(gradients: Any, axis: str) -> NoReturn:
+    """Start summing a group's gradients over `axis`, in the reduce dtype, each rank keeping its shard."""
+    raise _not_lowered("reduce_scatter")
+
+
+def all_reduce(value: Any, axis: str) -> NoReturn:
+    """Start summing a value over `axis`."""
+    raise _not_lowered("all_reduce")
+
+
+def wait(started: Any) -> NoReturn:
+    """The result of a started collective."""
+    raise _not_lowered("wait")
+
+
+def add_gradients(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sum of two uses of a group, gradient by gradient."""
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+STARTS = (all_gather, reduce_scatter, all_reduce)
+
+
+def passes_gradient(node: fx.Node) -> bool:
+    """Whether the tangent of this outer node is the tangent of its first argument."""
+    if node.target is all_reduce:
+        return True
+    return node.target is wait and node.args[0].target is all_reduce  # type: ignore[union-attr]
+
+
+def _not_lowered(name: str) -> RuntimeError:
+    return RuntimeError(f"{name} stands in a graph; lower the program before running it")

@@ -1,0 +1,275 @@
+"""From a forward program to a training step: each segment differentiated once, the outer graph reversed."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from turbo_compile import collectives
+from turbo_compile.errors import InvalidProgram
+from turbo_compile.ir.joint import Joint, trace_joint
+from turbo_compile.ir.program import Program, Segment, Source, StepProgram, source, split_groups
+
+
+def differentiate(program: Program, differentiable: tuple[str, ...]) -> StepProgram:
+    """The step that computes `program` and the gradients of its `differentiable` outputs.
+
+    Every call starts in mode `none`; the backward outer graph is the forward one reversed, gradients summed where a
+    value or a group was used twice. With nothing differentiable the step has no backward.
+    """
+    return _Differentiation(program, differentiable).step()
+
+
+@dataclass(slots=True)
+class _Need:
+    """Which placeholders of a call's segment get gradients, and from which outputs."""
+
+    requires: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+
+@dataclass(slots=True)
+class _Differentiation:
+    program: Program
+    differentiable: tuple[str, ...]
+    joints: dict[tuple[Any, ...], Joint] = field(default_factory=dict)
+    needs: dict[fx.Node, _Need] = field(default_factory=dict)
+
+    def step(self) -> StepProgram:
+        self._find_needs()
+        forward, bundles = self._forward()
+        step = StepProgram(
+            name=self.program.name,
+            forward=forward,
+            backward=None,
+            computes={},
+            joints={},
+            parameters=self.program.parameters,
+            blocks=self.program.blocks,
+            outputs=self.program.outputs,
+            fake_mode=self.program.fake_mode,
+            batch_symbol=self.program.batch_symbol,
+            sequence_symbol=self.program.sequence_symbol,
+            guards=self.program.guards,
+            differentiable=self.differentiable,
+        )
+        for joint in self.joints.values():
+            step.joints[joint.name] = joint
+            step.compute(joint.name, "none")
+        if bundles:
+            step.backward, step.gradient_groups = self._backward(bundles)
+        return step
+
+    # --- who needs a gradient ---------------------------------------------------------------------------------------
+
+    def _find_needs(self) -> None:
+        depends = {name: _dependencies(segment) for name, segment in self.program.segments.items()}
+        requires: dict[fx.Node, tuple[bool, ...]] = {}
+        for node in self.program.graph.nodes:
+            requires[node] = self._requires(node, requires, depends)
+        wanted: set[fx.Node] = set()
+        results: Any = _output(self.program.graph).args[0]
+        for name, result in zip(self.program.outputs, results, strict=True):
+            if name in self.differentiable:
+                wanted.add(result)
+        for node in reversed(self.program.graph.nodes):
+            if node.op == "call_module":
+                self._need(node, requires, wanted, depends[str(node.target)])
+            elif node.op == "call_function" and node in wanted and collectives.passes_gradient(node):
+                wanted.add(node.args[0])  # type: ignore[arg-type]
+
+    def _requires(
+        self, node: fx.Node, requires: dict[fx.Node, tuple[bool, ...]], depends: dict[str, list[set[int]]]
+    ) -> tuple[bool, ...]:
+        """Whether a gradient could flow into each part of an outer value."""
+        if node.op == "placeholder":
+            found = source(node)
+            return tuple(found.kind == "group" and self.program.parameters[fqn].trainable for fqn in found.names)
+        if node.op == "call_module":
+            flags = _flags(node, requires)
+            return tuple(any(flags[i] for i in inputs) for inputs in depends[str(node.target)])
+        if node.target is operator.getitem:
+            return (requires[node.args[0]][node.args[1]],)  # type: ignore[index]
+        if collectives.passes_gradient(node):
+            return requires[node.args[0]]  # type: ignore[index]
+        return (False,)
+
+    def _need(
+        self, call: fx.Node, requires: dict[fx.Node, tuple[bool, ...]], wanted: set[fx.Node], depends: list[set[int]]
+    ) -> None:
+        parts = {user.args[1]: user for user in call.users}
+        outputs = tuple(
+            bool(requires[call][i]) and i in parts and parts[i] in wanted for i in range(len(requires[call]))
+        )
+        reached = set().union(*(depends[i] for i, needed in enumerate(outputs) if needed))
+        flags = tuple(flag and i in reached for i, flag in enumerate(_flags(call, requires)))
+        self.needs[call] = _Need(flags, outputs)
+        position = 0
+        groups, inputs = split_groups(call)
+        for group in groups:
+            position += len(source(group).names)
+        for argument in inputs:
+            if flags[position]:
+                wanted.add(argument)
+            position += 1
+
+    # --- the two outer graphs -----------------------------------------------------------------------------------------
+
+    def _forward(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        bundles: dict[fx.Node, fx.Node] = {}
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                graph.output((fx.map_arg(node.args[0], lambda n: env[n]), tuple(bundles.values()), ()))
+                continue
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            if node.op != "call_module":
+                continue
+            joint = self._joint(node)
+            env[node].target = _compute_name(joint)
+            env[node].meta["joint"] = joint.name
+            if joint.tangents:
+                bundles[node] = graph.call_function(operator.getitem, (env[node], joint.outputs))
+                bundles[node].meta["bundle"] = node.meta["call"].fqn
+        return graph, bundles
+
+    def _joint(self, call: fx.Node) -> Joint:
+        """The joint graph of a call's segment for its pattern of gradients, traced once."""
+        need = self.needs[call]
+        segment = self.program.segments[str(call.target)]
+        key = (segment.name, need.requires if any(need.outputs) else (), need.outputs)
+        if key not in self.joints:
+            same = sum(name == segment.name for name, *_ in self.joints)
+            name = segment.name if not same else f"{segment.name}_v{same + 1}"
+            requires = need.requires if any(need.outputs) else (False,) * len(need.requires)
+            self.joints[key] = trace_joint(name, segment, requires, need.outputs, self.program.fake_mode)
+        return self.joints[key]
+
+    def _backward(self, bundles: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, tuple[tuple[str, ...], ...]]:
+        graph = fx.Graph()
+        gradients: dict[fx.Node, fx.Node] = {}
+        results: Any = _output(self.program.graph).args[0]
+        for name, result in zip(self.program.outputs, results, strict=True):
+            if name in self.differentiable:
+                tangent = graph.placeholder(f"d_{name}")
+                tangent.meta.update(source=Source("tangent", (name,)), val=result.meta["val"])
+                gradients[result] = tangent
+        saved: dict[fx.Node, fx.Node] = {}
+        for call, bundle in bundles.items():
+            saved[call] = graph.placeholder(f"s_{bundle.meta['bundle'].replace('.', '_')}")
+            saved[call].meta["source"] = Source("saved", (bundle.meta["bundle"],))
+        groups: dict[fx.Node, fx.Node] = {}
+        for group in (node for node in self.program.graph.nodes if node.op == "placeholder" and source(node).kind == "group"):
+            if any(user in bundles for user in group.users):
+                groups[group] = graph.node_copy(group)
+        for node in reversed(self.program.graph.nodes):
+            if node in bundles:
+                self._reverse(graph, node, saved[node], groups, gradients)
+            elif node.op == "call_function" and node in gradients and collectives.passes_gradient(node):
+                _accumulate(graph, gradients, node.args[0], gradients[node])  # type: ignore[arg-type]
+        found = [(group, gradients[group]) for group in groups if group in gradients]
+        graph.output(tuple(gradient for _, gradient in found))
+        return graph, tuple(tuple(gradient.meta["fqns"]) for _, gradient in found)
+
+    def _reverse(
+        self,
+        graph: fx.Graph,
+        call: fx.Node,
+        bundle: fx.Node,
+        groups: dict[fx.Node, fx.Node],
+        gradients: dict[fx.Node, fx.Node],
+    ) -> None:
+        """The backward of one call: groups, its bundle, the tangents of its outputs -> gradients of what it read."""
+        joint = self._joint(call)
+        parts = {user.args[1]: user for user in call.users}
+        tangents = [gradients.get(parts[i]) for i in joint.tangents]
+        if any(tangent is None for tangent in tangents):
+            raise InvalidProgram(f"{call.meta['call'].fqn}: an output that is differentiated got no gradient")
+        call_groups, inputs = split_groups(call)
+        arguments = (*(groups[group] for group in call_groups), bundle, *tangents)
+        back = graph.call_module(f"{_compute_name(joint)}_backward", arguments)
+        back.meta.update(
+            groups=len(call_groups),
+            group_names=call.meta["group_names"],
+            call=call.meta["call"],
+            joint=joint.name,
+            backward=True,
+        )
+        taken = joint.gradient_positions()
+        result = 0
+        start = 0
+        for group in call_groups:
+            names = source(group).names
+            got = [fqn for offset, fqn in enumerate(names) if start + offset in taken]
+            start += len(names)
+            if got:
+                part = graph.call_function(operator.getitem, (back, result))
+                part.meta["fqns"] = tuple(got)
+                _accumulate(graph, gradients, group, part)
+                result += 1
+        for offset, argument in enumerate(inputs):
+            if start + offset in taken:
+                part = graph.call_function(operator.getitem, (back, result))
+                part.meta["val"] = argument.meta["val"]
+                _accumulate(graph, gradients, argument, part)
+                result += 1
+
+
+def _compute_name(joint: Joint) -> str:
+    return f"{joint.name}_none" if joint.tangents else joint.name
+
+
+def _accumulate(graph: fx.Graph, gradients: dict[fx.Node, fx.Node], value: fx.Node, part: fx.Node) -> None:
+    if value not in gradients:
+        gradients[value] = part
+        return
+    if "fqns" in part.meta:
+        total = graph.call_function(collectives.add_gradients, (gradients[value], part))
+        if gradients[value].meta["fqns"] != part.meta["fqns"]:
+            raise InvalidProgram(f"{value.name}: two uses disagree on which parameters are trained")
+        total.meta["fqns"] = part.meta["fqns"]
+    else:
+        total = graph.call_function(operator.add, (gradients[value], part))
+        total.meta["val"] = part.meta["val"]
+    gradients[value] = total
+
+
+def _dependencies(segment: Segment) -> list[set[int]]:
+    """For each output, the placeholders that a gradient could reach from it."""
+    reached: dict[fx.Node, set[int]] = {}
+    outputs: list[set[int]] = []
+    placeholders = 0
+    for node in segment.module.graph.nodes:
+        if node.op == "placeholder":
+            reached[node] = {placeholders} if _floating(node) else set()
+            placeholders += 1
+        elif node.op == "output":
+            outputs = [reached[n] if isinstance(n, fx.Node) and _floating(n) else set() for n in node.args[0]]  # type: ignore[union-attr]
+        else:
+            sets = [reached[n] for n in node.all_input_nodes]
+            reached[node] = set().union(*sets) if _floating(node) else set()
+    return outputs
+
+
+def _floating(node: fx.Node) -> bool:
+    """False only for a node known to be an integer or boolean: no gradient flows through it."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return not isinstance(value, (int, torch.SymInt)) and not (
+        isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    )
+
+
+def _flags(call: fx.Node, requires: dict[fx.Node, tuple[bool, ...]]) -> list[bool]:
+    """Whether each placeholder of a call's segment could need a gradient."""
+    groups, inputs = split_groups(call)
+    flags = [flag for group in groups for flag in requires[group]]
+    return flags + [isinstance(argument, fx.Node) and any(requires[argument]) for argument in inputs]
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")

@@ -1,0 +1,343 @@
+"""What the compiler asks of transformers: its interfaces for attention, experts, masks and losses, and its dtype rules."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
+
+from turbo_compile import _torch
+from turbo_compile.boundaries import attention, documents, experts, loss, router
+from turbo_compile.errors import CaptureError, TurboCompileError, UnsupportedOp
+
+NAME = "turbo_compile"
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The batch fields that boundaries read, set by the traced entry before it calls the model."""
+
+    layout: Tensor | None = None
+    valid: Tensor | None = None
+    seed: Tensor | None = None
+    targets: Tensor | None = None
+    denominator: Tensor | None = None
+
+
+_INPUTS = Inputs()
+
+
+def block_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by FQN: every `GradientCheckpointingLayer` that is not inside another."""
+    blocks: dict[str, nn.Module] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not any(fqn.startswith(f"{outer}.") for outer in blocks):
+            blocks[fqn] = module
+    return blocks
+
+
+@contextlib.contextmanager
+def boundaries_installed(model: PreTrainedModel) -> Iterator[Inputs]:
+    """Every boundary of `model` an op of ours, every block a nested region; all as it was on leaving."""
+    with contextlib.ExitStack() as stack:
+        _install_recorders(model)
+        stack.enter_context(_unguarded(model))
+        stack.enter_context(_attention(model))
+        stack.enter_context(_experts(model))
+        stack.enter_context(_loss(model))
+        stack.enter_context(_router(model))
+        stack.enter_context(_masks())
+        stack.enter_context(_blocks(model))
+        stack.callback(_clear)
+        yield _INPUTS
+
+
+def _clear() -> None:
+    for field in _INPUTS.__slots__:
+        setattr(_INPUTS, field, None)
+
+
+# --- attention and its mask ------------------------------------------------------------------------------------------
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if attention_mask is None:
+        raise UnsupportedOp(f"an attention of {type(module).__name__} is handed no mask, so documents and padding are lost")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    seed = _INPUTS.seed if dropout > 0 else None
+    out = torch.ops.turbo_compile.attention.default(
+        query, key, value, attention_mask, s_aux, seed, float(scale), True, sliding_window, softcap, float(dropout)
+    )
+    return out[0], None
+
+
+def _layout_mask(
+    *_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any
+) -> Tensor:
+    if use_vmap:
+        raise UnsupportedOp("a mask that is not causal plus padding plus documents (a custom mask function) has no rule")
+    assert _INPUTS.layout is not None
+    return torch.ops.turbo_compile.mask_layout.default(_INPUTS.layout, True, local_size)
+
+
+@contextlib.contextmanager
+def _attention(model: PreTrainedModel) -> Iterator[None]:
+    AttentionInterface.register(NAME, _attention_forward)
+    AttentionMaskInterface.register(NAME, _layout_mask)
+    with _switched(model, "_attn_implementation", model.set_attn_implementation):
+        yield
+
+
+@contextlib.contextmanager
+def _masks() -> Iterator[None]:
+    """Refuse, by name, the mask pieces that a document layout cannot say."""
+    refused = {
+        "chunked_overlay": "chunked attention",
+        "blockwise_overlay": "attention in both directions inside blocks of tokens",
+        "bidirectional_mask_function": "bidirectional attention",
+        "sliding_window_bidirectional_overlay": "bidirectional sliding-window attention",
+    }
+    with contextlib.ExitStack() as stack:
+        for name, what in refused.items():
+            stack.enter_context(_replaced(masking_utils, name, _refuse(what)))
+        yield
+
+
+def _refuse(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedOp(f"UnsupportedOp: {what} has no rule; masks are causal plus padding plus documents")
+
+    return refuse
+
+
+@contextlib.contextmanager
+def _switched(model: PreTrainedModel, attribute: str, setter: Callable[[str], Any]) -> Iterator[None]:
+    """A model's implementation switch set to ours, on every config it has, and back."""
+    configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
+    before = {key: getattr(config, attribute, None) for key, config in configs.items()}
+    setter(NAME)
+    for key, config in configs.items():
+        if before[key] is not None and getattr(config, attribute) != NAME:
+            setattr(config, attribute, NAME)
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            if before[key] is not None or getattr(config, attribute, None) is not None:
+                setattr(config, attribute, before[key])
+
+
+# --- experts, router, loss -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _experts(model: PreTrainedModel) -> Iterator[None]:
+    if not any(hasattr(module, "_apply_gate") for module in model.modules()):
+        yield
+        return
+    ExpertsInterface.register(NAME, experts.experts_forward)
+    with _switched(model, "_experts_implementation", model.set_experts_implementation):
+        yield
+
+
+@contextlib.contextmanager
+def _loss(model: PreTrainedModel) -> Iterator[None]:
+    def causal_lm_loss(logits: Tensor, *_: Any, shift_labels: Tensor | None = None, **__: Any) -> Tensor:
+        if shift_labels is not _INPUTS.targets:
+            raise UnsupportedOp(f"the loss of {type(model).__name__} is not the causal language model loss of shifted labels")
+        return torch.ops.turbo_compile.causal_lm_loss.default(logits, _INPUTS.targets, _INPUTS.denominator)[0]
+
+    before = model.__dict__.get("_loss_function")
+    model.loss_function = causal_lm_loss
+    try:
+        yield
+    finally:
+        if before is None:
+            model.__dict__.pop("_loss_function", None)
+        else:
+            model.loss_function = before
+
+
+def _router_loss(
+    gate_logits: tuple[Tensor, ...] | None, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None
+) -> Tensor | int:
+    if gate_logits is None or not isinstance(gate_logits, tuple):
+        return 0
+    assert _INPUTS.valid is not None
+    valid = _INPUTS.valid.reshape(-1)
+    layers = [layer if layer.dim() == 2 else layer.reshape(-1, layer.shape[-1]) for layer in gate_logits]
+    counts = torch.ops.turbo_compile.router_counts.default(layers, valid, top_k)
+    return torch.ops.turbo_compile.router_loss.default(layers, valid, counts)
+
+
+@contextlib.contextmanager
+def _router(model: PreTrainedModel) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+        for name in sorted(names):
+            if hasattr(sys.modules.get(name), "load_balancing_loss_func"):
+                stack.enter_context(_replaced(sys.modules[name], "load_balancing_loss_func", _router_loss))
+        yield
+
+
+# --- blocks and recorders --------------------------------------------------------------------------------------------
+
+
+def _install_recorders(model: PreTrainedModel) -> None:
+    """transformers installs its output hooks on first use, behind a lock that cannot be traced: do it before."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            output_capturing.maybe_install_capturing_hooks(module)
+
+
+@contextlib.contextmanager
+def _blocks(model: nn.Module) -> Iterator[None]:
+    classes = {type(block) for block in block_modules(model).values()}
+    if not classes:
+        raise CaptureError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its blocks cannot be told apart")
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.enter_context(_replaced(cls, "forward", _region(cls.forward)))
+        for block in block_modules(model).values():
+            stack.enter_context(_replaced(block, "gradient_checkpointing", False))
+        yield
+
+
+def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward as a nested region that returns what hooks recorded inside it, instead of leaking it out."""
+
+    def inside(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[Any]] | None]:
+        collector = output_capturing._active_collector
+        outer = collector.get()
+        recorded: dict[str, list[Any]] | None = {key: [] for key in outer} if outer is not None else None
+        collector.set(recorded)
+        out = forward(self, *args, **kwargs)
+        collector.set(outer)
+        return out, recorded
+
+    region = torch.compiler.nested_compile_region(inside, max_reuse_entries=4096)
+
+    def block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out, recorded = region(self, *args, **kwargs)
+        if recorded is not None:
+            outer = output_capturing._active_collector.get()
+            for key in recorded:
+                outer[key].extend(recorded[key])
+        return out
+
+    return block
+
+
+def refuse_parts(module: nn.Module, *_: Any) -> None:
+    """A hook: calling a part of a compiled model would read shards as if they were whole."""
+    raise TurboCompileError(
+        f"{type(module).__name__} is part of a compiled model and its weights are sharded; call the whole model"
+    )
+
+
+@contextlib.contextmanager
+def _unguarded(model: nn.Module) -> Iterator[None]:
+    """Without the hooks that guard the parts of a compiled model: capture calls them."""
+    taken = []
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is refuse_parts:
+                taken.append((module, key))
+                del module._forward_pre_hooks[key]
+    try:
+        yield
+    finally:
+        for module, key in taken:
+            module._forward_pre_hooks[key] = refuse_parts
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fake_weights(model: nn.Module, dtypes: dict[str, torch.dtype], device: torch.device) -> Iterator[None]:
+    """Every parameter and buffer replaced by a fake one on `device`, parameters in `dtypes`: capture reads no weights."""
+    mode = _torch.FakeTensorMode(shape_env=_torch.ShapeEnv())
+    made: dict[int, Any] = {}
+    restore: list[tuple[dict[str, Any], str, Any]] = []
+    with mode:
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in kind.items():
+                    if tensor is None or isinstance(tensor, _torch.FakeTensor):
+                        continue
+                    restore.append((kind, name, tensor))
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    if id(tensor) not in made:
+                        dtype = dtypes.get(fqn, tensor.dtype)
+                        fake = torch.empty(tensor.shape, dtype=dtype, device=device)
+                        made[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if kind is module._parameters else fake
+                    kind[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for kind, name, tensor in restore:
+            kind[name] = tensor
+
+
+def compute_dtypes(model: PreTrainedModel, compute: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtype each parameter has after `from_pretrained(dtype=compute)`; None keeps what the model has.
+
+    Integer parameters keep their dtype, and so do the modules transformers lists to be kept in fp32.
+    """
+    if compute is None:
+        return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    plan = model._get_dtype_plan(compute)
+    kept = [(re.compile(pattern), dtype) for pattern, dtype in ((_as_pattern(k), v) for k, v in plan.items())]
+    dtypes = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        special = [dtype for pattern, dtype in kept if pattern.search(name)]
+        wanted = special[0] if special else compute
+        dtypes[name] = wanted if parameter.is_floating_point() else parameter.dtype
+    return dtypes
+
+
+def _as_pattern(name: str) -> str:
+    """transformers matches a kept module as a whole dotted component, or as a regular expression of its own."""
+    return rf"(^|\.){name}($|\.)"
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name = value`, and back, whether or not the attribute was the owner's own."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+__all__ = ["NAME", "Inputs", "attention", "block_modules", "boundaries_installed", "compute_dtypes", "documents", "fake_weights", "loss", "router"]

@@ -1,0 +1,137 @@
+"""Cut a flat torch-level graph into segments, and find the ones that are the same."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+Value = torch.Tensor | torch.SymInt | int
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value a captured node carries."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is an integer or a tuple of integers: recomputed where it is used, never passed between segments."""
+    value = value_of(node)
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(item, (int, torch.SymInt)) for item in value)
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def extract(nodes: Sequence[fx.Node], parameters: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """`nodes` as a graph of their own: `parameters` first, then every other tensor they read, in order of use.
+
+    Returns the graph module and the outer nodes that feed its inputs. Sizes computed outside are recomputed inside,
+    from an input that has them.
+    """
+    inside = set(nodes)
+    inputs: list[fx.Node] = []
+    sizes: list[fx.Node] = []
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument in inside or argument in parameters:
+                continue
+            bucket = sizes if is_size(argument) else inputs
+            if argument not in bucket:
+                bucket.append(argument)
+    for output in outputs:
+        if output not in inside and output not in parameters and output not in inputs:
+            inputs.append(output)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in (*parameters, *inputs):
+        env[node] = graph.placeholder(node.name)
+        env[node].meta["val"] = value_of(node)
+    for node in sizes:
+        env[node] = _size(graph, node, env, inputs)
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda argument: env[argument])
+    graph.output(tuple(env[node] for node in outputs))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(nn.Module(), graph), inputs
+
+
+def _size(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], inputs: Iterable[fx.Node]) -> fx.Node:
+    """The size `node` computed again inside a segment."""
+    if node in env:
+        return env[node]
+    value = value_of(node)
+    if isinstance(value, torch.SymInt):
+        for candidate in inputs:
+            tensor = value_of(candidate)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            for dim, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                    env[node] = graph.call_function(torch.ops.aten.sym_size.int, (env[candidate], dim))
+                    env[node].meta["val"] = value
+                    return env[node]
+    env[node] = graph.node_copy(node, lambda argument: _size(graph, argument, env, inputs))
+    return env[node]
+
+
+def reorder(module: fx.GraphModule, first: Callable[[int], bool]) -> fx.GraphModule:
+    """The same graph with the placeholders whose position satisfies `first` moved to the front, order kept."""
+    old = [node for node in module.graph.nodes if node.op == "placeholder"]
+    order = [i for i in range(len(old)) if first(i)] + [i for i in range(len(old)) if not first(i)]
+    graph = fx.Graph()
+    env = {}
+    for i in order:
+        env[old[i]] = graph.node_copy(old[i])
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            env[node] = graph.node_copy(node, lambda argument: env[argument])
+    return fx.GraphModule(module, graph)
+
+
+def fingerprint(module: fx.GraphModule) -> str:
+    """Equal for graphs that compute the same from inputs of the same shape, dtype and device."""
+    index: dict[fx.Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        index[node] = f"%{len(index)}"
+        if node.op == "placeholder":
+            lines.append(f"in {_type(value_of(node))}")
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _Name(index[argument]))
+        lines.append(f"{node.op} {_target(node)} {args} {kwargs}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Name(str):
+    """A node's place in order, printed bare."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _target(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else f"{getattr(node.target, '__module__', '')}.{node.target}"
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.device}"
+    return str(value)
+
+
+def clone_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph may be rewritten, sharing fake values with the original."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda argument: env[argument])
+        env[node].meta = copy.copy(node.meta)
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,110 @@
+"""How values are spelled in text: dtypes in three letters, sizes in B and S, bytes with a unit; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+
+from turbo_compile.ir.program import Parameter, Program, StepProgram
+
+_DTYPES = {
+    torch.bool: "bool",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Spelling:
+    """Spells sizes of one program: its batch symbol as B, its sequence symbol as S, any other as n1, n2 by first use."""
+
+    def __init__(self, program: Program | StepProgram) -> None:
+        self.symbols: dict[sympy.Basic, sympy.Symbol] = {}
+        for symbol, letter in ((program.batch_symbol, "B"), (program.sequence_symbol, "S")):
+            if symbol.is_Symbol:
+                self.symbols[symbol] = sympy.Symbol(letter)
+
+    def size(self, size: Any) -> str:
+        """One size, or whatever else a graph computes sizes with."""
+        expression = expression_of(size)
+        if not isinstance(expression, sympy.Basic):
+            return str(expression)
+        return str(self._renamed(expression))
+
+    def type(self, value: Any) -> str:
+        """`bf16[B, S, 128]` for a tensor, its size for an integer."""
+        if isinstance(value, torch.Tensor):
+            return f"{dtype_name(value.dtype)}[{', '.join(self.size(dim) for dim in value.shape)}]"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(self.type(item) for item in value)})"
+        return self.size(value)
+
+    def bytes(self, values: Iterable[Any]) -> str:
+        """The bytes of tensors together: `1.5 KiB/token` where they grow with B*S, else a term each."""
+        total = sum((self._bytes_of(value) for value in values), sympy.Integer(0))
+        return _terms(sympy.expand(total)) if total != 0 else "0 B"
+
+    def _bytes_of(self, value: Any) -> sympy.Expr:
+        if not isinstance(value, torch.Tensor):
+            return sympy.Integer(8)
+        sizes = [self._renamed(sympy.sympify(expression_of(dim))) for dim in value.shape]
+        return sympy.Mul(value.dtype.itemsize, *sizes)
+
+    def _renamed(self, expression: sympy.Basic) -> Any:
+        for symbol in sorted(expression.free_symbols - set(self.symbols), key=str):
+            self.symbols[symbol] = sympy.Symbol(f"n{len(self.symbols) - 1}")
+        return expression.xreplace(self.symbols)
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression behind a symbolic size; anything else as it is. Comparing these adds no guard."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def human_bytes(count: float) -> str:
+    for unit in _UNITS:
+        if count < 1024 or unit == _UNITS[-1]:
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def group_size(parameters: Iterable[Parameter]) -> str:
+    """`9 params, bf16 137.0 MiB`."""
+    members = list(parameters)
+    dtypes = "+".join(dict.fromkeys(dtype_name(parameter.dtype) for parameter in members))
+    total = human_bytes(sum(parameter.numel * parameter.dtype.itemsize for parameter in members))
+    return f"{len(members)} param{'s' * (len(members) != 1)}, {dtypes} {total}"
+
+
+def gradient_size(parameters: Iterable[Parameter]) -> str:
+    """`9 gradients, 71.8 M elements`: their dtype on the wire is the plan's, not the program's."""
+    members = list(parameters)
+    total = sum(parameter.numel for parameter in members)
+    scale, unit = next((pair for pair in ((10**9, " G"), (10**6, " M"), (10**3, " k")) if total >= pair[0]), (1, ""))
+    count = f"{total / scale:.1f}{unit}" if unit else f"{total}"
+    return f"{len(members)} gradient{'s' * (len(members) != 1)}, {count} elements"
+
+
+def _terms(total: sympy.Expr) -> str:
+    token = sympy.Symbol("B") * sympy.Symbol("S")
+    terms = sorted((term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(total)), key=str)
+    parts = []
+    for rest, count in sorted(terms, key=lambda term: (term[0] != token, term[0] == 1)):
+        size = human_bytes(float(count))
+        parts.append(size if rest == 1 else f"{size}/token" if rest == token else f"{size} x {rest}")
+    return " + ".join(parts)

@@ -1,0 +1,191 @@
+"""A model's parameters as DTensors: sharded in place, gathered for export, loaded from full tensors, born on meta."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from transformers import PreTrainedModel
+
+from turbo_compile.ir.mesh import Axes
+from turbo_compile.ir.placement import Layout
+
+
+@dataclass(slots=True)
+class Sharded:
+    """The parameters of a compiled model by FQN (each once, under the name of its owner)."""
+
+    axes: Axes
+    layouts: dict[str, Layout]
+    parameters: dict[str, nn.Parameter]
+    exported: dict[str, torch.dtype]
+    tied: dict[str, str]
+
+    def locals(self) -> dict[str, Tensor]:
+        return {fqn: parameter._local_tensor for fqn, parameter in self.parameters.items()}  # type: ignore[attr-defined]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the name of its owner, the first that has it."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def shard_parameters(
+    model: PreTrainedModel, axes: Axes, layouts: dict[str, Layout], masters: dict[str, torch.dtype]
+) -> Sharded:
+    """Replace every parameter of `model`, in place, by this rank's part of it as a DTensor, and free the rest.
+
+    A model on meta is initialised on the way, one module at a time, with the values one process would give it.
+    """
+    tied = tied_names(model)
+    exported = {fqn: p.dtype for fqn, p in model.named_parameters()}
+    sharded = Sharded(axes, layouts, {}, exported, tied)
+    made: dict[int, nn.Parameter] = {}
+    if any(p.is_meta for p in model.parameters()):
+        _initialise(model, sharded, masters, made)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        _shard_module(prefix, module, sharded, masters, made)
+    for fqn, owner in tied.items():
+        parent, _, name = fqn.rpartition(".")
+        model.get_submodule(parent)._parameters[name] = sharded.parameters[owner]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(axes.device)
+    return sharded
+
+
+def _shard_module(
+    prefix: str, module: nn.Module, sharded: Sharded, masters: dict[str, torch.dtype], made: dict[int, nn.Parameter]
+) -> None:
+    for name, parameter in module._parameters.items():
+        fqn = f"{prefix}.{name}" if prefix else name
+        if parameter is None or sharded.tied.get(fqn) != fqn or isinstance(parameter.data, DTensor):
+            continue
+        sharded.parameters[fqn] = _as_dtensor(parameter, sharded.axes, sharded.layouts[fqn], masters[fqn])
+        module._parameters[name] = sharded.parameters[fqn]
+
+
+def _as_dtensor(parameter: nn.Parameter, axes: Axes, layout: Layout, master: torch.dtype) -> nn.Parameter:
+    first, last = layout.rows(axes.coordinates["shard"])
+    part = parameter.data[first:last] if layout.sharded else parameter.data
+    local = part.to(device=axes.device, dtype=master, copy=True).contiguous()
+    new = nn.Parameter(from_local(local, axes, layout), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
+
+
+def from_local(local: Tensor, axes: Axes, layout: Layout) -> DTensor:
+    """This rank's rows as a DTensor of the full shape."""
+    placement: Placement = Shard(0) if layout.sharded else Replicate()
+    placements = [Replicate(), placement] if axes.replicated else [placement]
+    stride = torch.empty(layout.shape, device="meta").stride()
+    return DTensor.from_local(
+        local, axes.parameters, placements, run_check=False, shape=layout.shape, stride=stride
+    )
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The whole of a parameter or gradient, on every rank."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, sharded: Sharded, keep: bool) -> Iterator[None]:
+    """Every parameter whole, on the CPU and in the dtype it came with, on ranks that `keep` them; back on leaving.
+
+    All ranks take part: parameters are gathered one at a time.
+    """
+    whole: dict[str, nn.Parameter] = {}
+    for fqn, parameter in sharded.parameters.items():
+        full = full_tensor(parameter.data)
+        if keep:
+            whole[fqn] = nn.Parameter(full.to("cpu", sharded.exported[fqn]), parameter.requires_grad)
+    _swap(model, sharded, whole)
+    try:
+        yield
+    finally:
+        _swap(model, sharded, sharded.parameters)
+
+
+def _swap(model: nn.Module, sharded: Sharded, parameters: dict[str, nn.Parameter]) -> None:
+    for fqn, owner in sharded.tied.items():
+        if owner in parameters:
+            parent, _, name = fqn.rpartition(".")
+            model.get_submodule(parent)._parameters[name] = parameters[owner]
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def accept_full_tensors(model: nn.Module, sharded: Sharded) -> None:
+    """Let `load_state_dict` take full tensors: each is cut to this rank's rows; a tied name may be missing."""
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for fqn, owner in sharded.tied.items():
+            key, source = prefix + fqn, prefix + owner
+            if key not in state and source in state:
+                state[key] = state[source]
+            elif owner != fqn and key in state and source not in state:
+                state[source] = state[key]
+        for fqn, owner in sharded.tied.items():
+            value = state.get(prefix + fqn)
+            layout = sharded.layouts[owner]
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == layout.shape:
+                first, last = layout.rows(sharded.axes.coordinates["shard"])
+                local = value[first:last] if layout.sharded else value
+                state[prefix + fqn] = from_local(local.to(sharded.axes.device).contiguous(), sharded.axes, layout)
+
+    model.register_load_state_dict_pre_hook(hook)
+
+
+# --- meta ------------------------------------------------------------------------------------------------------------
+
+
+def _initialise(
+    model: PreTrainedModel, sharded: Sharded, masters: dict[str, torch.dtype], made: dict[int, nn.Parameter]
+) -> None:
+    """Initialise a model that is on meta, in the order transformers does, each module whole only while it is filled.
+
+    Every rank starts from rank 0's random state, so that all fill the same values.
+    """
+    _share_random_state(sharded.axes)
+    names = {id(module): prefix for prefix, module in model.named_modules()}
+
+    def visit(module: nn.Module, root: PreTrainedModel) -> None:
+        for child in module.children():
+            visit(child, child if isinstance(child, PreTrainedModel) else root)
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if not own:
+            return
+        _materialise(names[id(module)], module, sharded)
+        module._is_hf_initialized = False  # type: ignore[assignment]
+        root._initialize_weights(module)
+        _shard_module(names[id(module)], module, sharded, masters, made)
+
+    with torch.no_grad():
+        visit(model, model)
+
+
+def _materialise(prefix: str, module: nn.Module, sharded: Sharded) -> None:
+    """Storage for a module's own meta tensors; parameters tied to another module's stay on meta, replaced later."""
+    for kind in (module._parameters, module._buffers):
+        for name, tensor in kind.items():
+            if tensor is None or not tensor.is_meta:
+                continue
+            empty = torch.empty_like(tensor, device=sharded.axes.device)
+            kind[name] = nn.Parameter(empty, tensor.requires_grad) if kind is module._parameters else empty
+
+
+def _share_random_state(axes: Axes) -> None:
+    if axes.sizes["world"] == 1:
+        return
+    seed = torch.randint(2**31, (1,), device=axes.device)
+    torch.distributed.broadcast(seed, src=0)
+    torch.manual_seed(int(seed))

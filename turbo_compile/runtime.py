@@ -1,0 +1,359 @@
+"""Run a compiled model: the Hugging Face object, its forward replaced by captured programs, its weights by shards."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel, modeling_outputs
+from transformers.utils import ModelOutput
+
+from turbo_compile import _torch, optimizers
+from turbo_compile.batch import Batch, read_batch
+from turbo_compile.capture import Signature
+from turbo_compile.errors import CaptureError, TurboCompileError
+from turbo_compile.huggingface import refuse_parts
+from turbo_compile.ir.mesh import Axes
+from turbo_compile.ir.program import source
+from turbo_compile.kernels import counter_random
+from turbo_compile.lower import Executable
+from turbo_compile.parameters import Sharded, accept_full_tensors, gathered
+from turbo_compile.ranks import agree, failing_together
+
+Build = Callable[[Signature], Executable]
+
+
+@dataclass(slots=True)
+class Runtime:
+    """One compiled model at work. `build` makes the executable of a signature; each is made once."""
+
+    model: PreTrainedModel
+    sharded: Sharded
+    build: Build
+    static: bool
+    vocabulary: int
+    reduce_dtype: torch.dtype
+    pending: dict[str, Tensor]
+    executables: dict[Signature, Executable] = field(default_factory=dict)
+    synchronised: bool = True
+
+    @property
+    def axes(self) -> Axes:
+        return self.sharded.axes
+
+    # --- one call -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, **arguments: Any) -> ModelOutput | tuple[Any, ...]:
+        batch, counts = self._read(arguments)
+        signature = self._signature(batch)
+        executable = self._executable(signature, batch)
+        state = _State(self, executable, self._fields(batch, counts))
+        with failing_together("the forward"):
+            if signature.differentiable:
+                results = _Step.apply(state, *self.sharded.parameters.values())
+            else:
+                results = state.forward()
+        return self._output(dict(zip(signature.outputs, results, strict=True)), batch)
+
+    def _read(self, arguments: dict[str, Any]) -> tuple[Batch | None, list[int]]:  # type: ignore[return]
+        """This rank's batch, after all ranks agreed that theirs fits it."""
+        batch, error = None, None
+        try:
+            batch = read_batch(arguments, self.model.config, self.axes.device, self.vocabulary)
+        except Exception as problem:
+            error = problem
+        what = ""
+        if batch is not None:
+            keys = ", ".join(key for key in batch.keys if key != "attention_mask")
+            mode = "train" if self.model.training else "eval"
+            grad = "" if torch.is_grad_enabled() else ", no_grad"
+            sync = "" if self.synchronised else ", no_sync"
+            what = f"{keys} ({mode}{grad}{sync})"
+        return batch, agree(what, batch.tokens if batch is not None else 0, error, self.axes.device)
+
+    def _signature(self, batch: Batch) -> Signature:
+        trainable = frozenset(fqn for fqn, p in self.sharded.parameters.items() if p.requires_grad)
+        differentiable = torch.is_grad_enabled() and bool(trainable)
+        training = self.model.training
+        return Signature(
+            loss=batch.has_loss,
+            logits=not batch.has_loss or batch.return_logits or not training,
+            training=training,
+            differentiable=differentiable,
+            router=batch.router and batch.has_loss,
+            trainable=trainable if differentiable else frozenset(),
+            shape=batch.shape if self.static else None,
+        )
+
+    def _executable(self, signature: Signature, batch: Batch) -> Executable:
+        if signature not in self.executables:
+            with failing_together("compilation"):
+                self.executables[signature] = self.build(signature)
+        executable = self.executables[signature]
+        _check_guards(executable, batch)
+        return executable
+
+    def _fields(self, batch: Batch, counts: list[int]) -> dict[str, Tensor]:
+        device = self.axes.device
+        fields = dict(batch.fields)
+        total = batch.num_items if batch.num_items is not None else max(sum(counts), 1)
+        fields["denominator"] = torch.as_tensor(total, dtype=torch.float32, device=device).reshape(())
+        seed = torch.randint(2**62, (), dtype=torch.long).to(device)
+        fields["seed"] = counter_random.fork(seed, self.axes.rank)
+        return fields
+
+    def _output(self, results: dict[str, Tensor], batch: Batch) -> ModelOutput | tuple[Any, ...]:
+        kind = _output_class(self.model, "aux_loss" in results)
+        out = kind(**results)
+        return out if batch.return_dict else out.to_tuple()
+
+    # --- what the model's methods do ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside keep their gradients unreduced; the next backward outside adds and reduces them."""
+        before, self.synchronised = self.synchronised, False
+        try:
+            yield
+        finally:
+            self.synchronised = before
+
+    def drop_pending(self) -> None:
+        self.pending.clear()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before, on all ranks."""
+        layouts = self.sharded.layouts
+        split: list[Tensor] = []
+        whole: list[Tensor] = []
+        for fqn, parameter in self.sharded.parameters.items():
+            if parameter.grad is not None:
+                (split if layouts[fqn].sharded else whole).append(parameter.grad._local_tensor)
+        norm = self._norm(split, whole, float(norm_type))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradients in (split, whole):
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        return norm
+
+    def _norm(self, split: list[Tensor], whole: list[Tensor], p: float) -> Tensor:
+        """The p-norm of gradients, some cut over `shard`, some whole on every rank."""
+        if math.isinf(p):
+            parts = [t.abs().max().float() for t in (*split, *whole) if t.numel()]
+            total = torch.stack(parts).max() if parts else torch.zeros((), device=self.axes.device)
+            if self.axes.sizes["shard"] > 1:
+                dist.all_reduce(total, dist.ReduceOp.MAX, self.axes.groups["shard"])
+            return total
+        total = self._power_sum(split, p)
+        if self.axes.sizes["shard"] > 1:
+            dist.all_reduce(total, group=self.axes.groups["shard"])
+        return (total + self._power_sum(whole, p)) ** (1.0 / p)
+
+    def _power_sum(self, gradients: list[Tensor], p: float) -> Tensor:
+        if not gradients:
+            return torch.zeros((), dtype=self.reduce_dtype, device=self.axes.device)
+        norms = torch._foreach_norm(gradients, p, dtype=self.reduce_dtype)
+        return torch.stack(norms).pow(p).sum()
+
+    def save_pretrained(self, save_directory: Any, **keywords: Any) -> None:
+        """Write a Hugging Face checkpoint. All ranks call it, and rank 0 writes, each weight in the dtype it came with."""
+        writes = self.axes.rank == 0
+        with gathered(self.model, self.sharded, keep=writes):
+            if writes:
+                type(self.model).save_pretrained(self.model, save_directory, **keywords)
+        dist.barrier()
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        raise TurboCompileError(
+            "generate needs a key-value cache, which a compiled training program does not keep; "
+            "save_pretrained(dir) and load the checkpoint with from_pretrained(dir) to generate"
+        )
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> NoReturn:
+        raise TurboCompileError(
+            "gradient checkpointing is part of the plan of a compiled model: set recompute: full, or selective"
+        )
+
+
+def _check_guards(executable: Executable, batch: Batch) -> None:
+    program = executable.program
+    values = {program.batch_symbol: batch.shape[0], program.sequence_symbol: batch.shape[1]}
+    for guard in program.guards:
+        holds = guard.subs(values)
+        if holds == sympy.false:
+            raise CaptureError(
+                f"{program.name} was captured for sizes with {guard} (B, S = {program.batch_symbol}, "
+                f"{program.sequence_symbol}), which does not hold for {batch.shape}; set batch.shapes: static"
+            )
+
+
+def _output_class(model: PreTrainedModel, router: bool) -> type[ModelOutput]:
+    """The class the model's own forward returns."""
+    annotation = str(inspect.signature(type(model).forward).return_annotation)
+    for name in ("MoeCausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions", "CausalLMOutputWithPast"):
+        if name in annotation:
+            found: type[ModelOutput] = getattr(modeling_outputs, name)
+            return found
+    return modeling_outputs.MoeCausalLMOutputWithPast if router else modeling_outputs.CausalLMOutputWithPast
+
+
+# --- one step --------------------------------------------------------------------------------------------------------
+
+
+class _State:
+    """What one call keeps between its forward and its backward."""
+
+    def __init__(self, runtime: Runtime, executable: Executable, fields: dict[str, Tensor]) -> None:
+        self.runtime = runtime
+        self.executable = executable
+        self.fields = fields
+        self.synchronised = runtime.synchronised
+        self.bundles: dict[str, Any] = {}
+        self.kept: list[Any] = []
+        self.spent = False
+
+    def forward(self) -> tuple[Tensor, ...]:
+        arguments = [self._placeholder(node) for node in self.executable.inputs]
+        with torch.no_grad():
+            results, bundles, kept = self.executable.forward(*arguments)
+        self.fields = {}
+        self.bundles = dict(zip(self.executable.bundle_names, bundles, strict=True))
+        self.kept = list(kept)
+        return tuple(results)
+
+    def _placeholder(self, node: Any) -> Any:
+        found = source(node)
+        if found.kind == "batch":
+            return self.fields[found.names[0]]
+        if found.kind == "buffer":
+            return self.runtime.model.get_buffer(found.names[0])
+        return self._group(found.names)
+
+    def _group(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        parameters = self.runtime.sharded.parameters
+        return tuple(parameters[fqn]._local_tensor for fqn in names)  # type: ignore[attr-defined]
+
+    def tangent(self, name: str, tangent: Tensor | None) -> Tensor:
+        """A caller's tangent as the step wants it: of the loss as it is; of logits averaged over the ranks' batches."""
+        if tangent is None:
+            raise TurboCompileError(f"backward reached a compiled step without a gradient of its {name}")
+        if name == "loss":
+            return tangent
+        sizes = self.runtime.axes.sizes
+        return tangent / (sizes["dp"] * sizes["fsdp"])
+
+    def backward(self, tangents: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of every gradient, by FQN; nothing when the reduction is deferred."""
+        if self.spent:
+            raise TurboCompileError("backward a second time: a compiled step frees what it saved; call the model again")
+        self.spent = True
+        kept = iter(self.kept)
+        self.kept = []
+        arguments = []
+        for node in self.executable.backward_inputs:
+            found = source(node)
+            if found.kind == "saved":
+                arguments.append(self.bundles.pop(found.names[0]))
+            elif found.kind == "kept":
+                arguments.append([next(kept)])
+            elif found.kind == "tangent":
+                arguments.append([tangents[found.names[0]]])
+            else:
+                arguments.append(self._group(found.names))
+        with torch.no_grad():
+            if not self.synchronised:
+                self._defer(self.executable.backward_unreduced(*arguments))
+                return {}
+            reduced = self.executable.backward(*arguments)
+        self.runtime.pending.clear()
+        groups = self.executable.program.gradient_groups
+        return {fqn: t for names, ts in zip(groups, reduced, strict=True) for fqn, t in zip(names, ts, strict=True)}
+
+    def _defer(self, unreduced: tuple[tuple[Tensor, ...], ...]) -> None:
+        pending = self.runtime.pending
+        groups = self.executable.program.gradient_groups
+        for names, gradients in zip(groups, unreduced, strict=True):
+            for fqn, gradient in zip(names, gradients, strict=True):
+                if fqn in pending:
+                    pending[fqn].add_(gradient)
+                else:
+                    pending[fqn] = gradient.to(self.runtime.reduce_dtype, copy=True)
+
+
+class _Step(torch.autograd.Function):
+    """The one autograd node of a call: parameters in, outputs out; its backward runs the backward graph."""
+
+    @staticmethod
+    def forward(ctx: Any, state: _State, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+        results = state.forward()
+        ctx.state = state
+        names = state.executable.program.outputs
+        differentiable = state.executable.program.differentiable
+        ctx.mark_non_differentiable(*(r for name, r in zip(names, results, strict=True) if name not in differentiable))
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        state: _State = ctx.state
+        program = state.executable.program
+        given = {name: t for name, t in zip(program.outputs, tangents, strict=True) if name in program.differentiable}
+        with failing_together("the backward"):
+            gradients = state.backward({name: state.tangent(name, t) for name, t in given.items()})
+        out: list[Any] = [None]
+        for fqn, parameter in state.runtime.sharded.parameters.items():
+            gradient = gradients.get(fqn)
+            if gradient is None:
+                out.append(None)
+            else:
+                out.append(_torch.dtensor_like(gradient.to(parameter.dtype), parameter.data))
+        return tuple(out)
+
+
+# --- the model the user holds ----------------------------------------------------------------------------------------
+
+
+def attach(runtime: Runtime, dead: list[Tensor]) -> None:
+    """Make `runtime.model` run compiled: same object, class and names; new forward and the methods of a sharded model."""
+    model = runtime.model
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+
+    def forward(*positional: Any, **keywords: Any) -> Any:
+        return runtime(**dict(zip(names, positional, strict=False)), **keywords)
+
+    model.forward = forward  # type: ignore[method-assign]
+    model.no_sync = runtime.no_sync  # type: ignore[assignment]
+    model.clip_grad_norm_ = runtime.clip_grad_norm_  # type: ignore[assignment]
+    model.save_pretrained = runtime.save_pretrained  # type: ignore[method-assign]
+    model.generate = runtime.generate  # type: ignore[method-assign, assignment]
+    model.gradient_checkpointing_enable = runtime.gradient_checkpointing_enable  # type: ignore[method-assign]
+    zero_grad = model.zero_grad
+
+    def zero_and_drop(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        runtime.drop_pending()
+
+    model.zero_grad = zero_and_drop  # type: ignore[method-assign]
+    model.__dict__["_turbo_compile_runtime"] = runtime
+    accept_full_tensors(model, runtime.sharded)
+    _guard_submodules(model)
+    live = list(runtime.sharded.parameters.values())
+    optimizers.watch(dead, live, lambda: bool(runtime.pending), runtime.drop_pending)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    return "_turbo_compile_runtime" in model.__dict__
+
+
+def _guard_submodules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(refuse_parts)
