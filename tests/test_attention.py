@@ -119,7 +119,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 def assert_agrees(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     names = "out", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks"
     errors = {n: distance(a, b) for n, a, b in zip(names, run(case, dtype), reference(case, dtype), strict=False)}
-    assert max(errors.values()) < tolerance, f"{case}: {errors}"
+    assert all(error < tolerance for error in errors.values()), f"{case}: {errors}"
 
 
 @st.composite
@@ -163,7 +163,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=CASES, block=st.sampled_from([4, 16, 256]))
 def test_definition(case: Case, block: int) -> None:
     """A small query block brings the edges of blocks into reach of small sequences."""
@@ -245,6 +245,7 @@ def test_hugging_face_sinks() -> None:
 
 TRACED = {
     "plain": Case(((0,) * 6,) * 2),
+    "plain, narrow values": Case(((0,) * 6,) * 2, R=1, V=4),
     "packed, wide values": Case(((0, 0, 0, 3, 3, -4),) * 2, V=12, sinks=True),
     "window": Case(((0,) * 6,) * 2, R=1, window=2),
     "dropout, soft cap": Case(((0, 0, 2, 2, 2, 2),) * 2, softcap=2.0, dropout=0.2),
@@ -253,20 +254,24 @@ TRACED = {
 
 @pytest.mark.parametrize("name", TRACED)
 def test_operator_contract(name: str) -> None:
-    """Schema, autograd registration, true strides of the fakes, and tracing with dynamic sizes; odd strides too."""
+    """Schema, autograd registration, tracing with dynamic sizes; true strides of the fakes, for odd inputs too."""
     case = TRACED[name]
     leaves, layout, grad_out = case.inputs(torch.float32)
-    for change in (torch.Tensor.detach, torch.Tensor.contiguous, lambda x: x.mT.contiguous().mT):
-        qkv = [change(x).detach().requires_grad_() for x in leaves[:3]]
-        sinks = leaves[3] if case.sinks else None
-        torch.library.opcheck(attention, (*qkv, layout, sinks, SEED, *case.options))
-        out, lse = attention(*qkv, layout, sinks, SEED, *case.options)
-        saved = [x.detach() for x in (grad_out, *qkv, out, lse)]
+    sinks = leaves[3].detach() if case.sinks else None
+    got = run(case, torch.float32)
+    want = [got[0], *got[2:5]]
+    torch.library.opcheck(attention, (*leaves[:3], layout, leaves[3] if case.sinks else None, SEED, *case.options))
+    for change in (torch.Tensor.clone, torch.Tensor.contiguous, lambda x: x.mT.contiguous().mT):
+        qkv = [change(x.detach()) for x in leaves[:3]]
+        facts = (layout, sinks, SEED, *case.options)
+        out, lse = attention(*qkv, *facts)
+        torch.library.opcheck(attention, (*qkv, *facts), test_utils="test_faketensor")
         torch.library.opcheck(
             attention_backward,
-            (*saved, layout, None if sinks is None else sinks.detach(), SEED, *case.options),
+            (change(grad_out), *qkv, out, lse, *facts),
             test_utils=("test_schema", "test_faketensor"),
         )
+        torch.testing.assert_close([out, *attention_backward(change(grad_out), *qkv, out, lse, *facts)][:4], want)
 
 
 def test_one_node_each_way() -> None:
@@ -299,19 +304,20 @@ def test_errors() -> None:
         torch.autograd.grad(attention(q, k, v, layout, None, None, *rule)[0].sum(), q, create_graph=True)
 
 
-@pytest.mark.parametrize(
-    ("row", "window"),
-    [
-        ("plain", None),
-        ("packed", None),
-        ("right", None),
-        ("holes", None),
-        ("plain", 200),
-        ("packed", 200),
-        ("holes", 200),
-    ],
-)
-def test_memory(row: str, window: int | None) -> None:
+MEMORY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "packed": {},
+    "right": {},
+    "holes": {},
+    "plain, window": {"window": 200},
+    "packed, window": {"window": 200},
+    "holes, window": {"window": 200},
+    "plain, soft cap": {"softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory(name: str) -> None:
     """What forward and backward allocate together is far below one S x S tensor of one head (64 MiB here)."""
     n = 4096
     rows = {
@@ -320,13 +326,14 @@ def test_memory(row: str, window: int | None) -> None:
         "right": [0 if s < 3000 else -1 for s in range(n)],
         "holes": [-1 if s % 1000 == 7 else 0 for s in range(n)],
     }
-    leaves, layout, grad_out = Case((tuple(rows[row]),), G=1, R=1, D=16, V=16).inputs(torch.float32)
+    case = Case((tuple(rows[name.split(",")[0]]),), G=1, R=1, D=16, V=16, **MEMORY[name])
+    leaves, layout, grad_out = case.inputs(torch.float32)
 
     def step() -> None:
-        out, _ = attention(*leaves, layout, None, None, 0.25, True, window, None, 0.0)
+        out, _ = attention(*leaves, layout, None, None, *case.options)
         torch.autograd.grad(out, leaves, grad_out)
 
-    assert peak_bytes(step) < n * n * 4 // 8
+    assert peak_bytes(step) < n * n * 4 // 4
 
 
 def peak_bytes(function: Callable[[], None]) -> int:

@@ -107,7 +107,7 @@ def compile_graph(
 @contextlib.contextmanager
 def inductor_options() -> Iterator[None]:
     """Inductor settings for segments: no run-time checks of sizes that the program already fixes."""
-    with torch._inductor.config.patch(size_asserts=False, nan_asserts=False):
+    with torch._inductor.config.patch(size_asserts=False, nan_asserts=False, graph_partition=False):
         yield
 
 

@@ -21,7 +21,7 @@ from turbo_compile import _torch
 from turbo_compile.errors import CaptureError, TurboCompileError, UnsupportedOp
 from turbo_compile.huggingface import Inputs, block_modules, boundaries_installed, fake_weights
 from turbo_compile.ir.program import Call, Parameter, Program, Segment, Source, source
-from turbo_compile.ir.segments import clone_module, extract, fingerprint, is_size, reorder, value_of
+from turbo_compile.ir.segments import clone_module, eliminate_dead, extract, fingerprint, is_size, reorder, value_of, writes
 from turbo_compile.kernels import counter_random
 
 _BATCH, _SEQUENCE = 2, 17 * 11  # of the synthetic batch: a length unlike any size of a model
@@ -190,7 +190,7 @@ class _Builder:
 
     def program(self) -> Program:
         graph = self.captured.graph
-        graph.eliminate_dead_code()
+        eliminate_dead(graph)
         calls = [node for node in graph.nodes if node.op == "call_function" and _is_anchor(node)]
         level = _levels(graph, calls)
         _write_out_of_place(graph, level)
@@ -277,7 +277,12 @@ class _Builder:
             for node in compute
             if node in self.results or any(user not in inside and not _is_mask(node) for user in node.users)
         ]
-        needed = set(wanted)
+        needed = set(wanted) | {node for node in nodes if writes(node)}
+        for node in needed:
+            if writes(node) and node.args[0] not in inside:
+                raise UnsupportedOp(
+                    f"{type(self.model).__name__} writes in place, outside a block, to a value made before the block: {node.format_node()}"
+                )
         for node in reversed(nodes):
             if node in needed:
                 needed.update(argument for argument in node.all_input_nodes if argument in inside)
@@ -350,6 +355,7 @@ class _Builder:
     ) -> None:
         """One call of the segment `module`, named once for all calls that compute the same."""
         module, inputs = self._seeded(module, inputs)
+        module, inputs = self._sized(module, inputs)
         widths = tuple(len(members) for _, members in groups)
         key = f"{fingerprint(module)} {widths}"
         if key not in self.named:
@@ -402,6 +408,28 @@ class _Builder:
         forked = self.outer.call_function(counter_random.fork, (inputs[seeds[0]], self.call_count))
         forked.meta["val"] = seed.meta["val"]
         inputs[seeds[0]] = forked
+        return module, inputs
+
+    def _sized(self, module: fx.GraphModule, inputs: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """Hand the segment each symbol that its inputs only have inside products, like B*S rows: compilers want it bare."""
+        values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
+        bare = {size.node.expr for size in sizes if size.node.expr.is_symbol}
+        missing = set().union(*(size.node.expr.free_symbols for size in sizes)) - bare
+        if not missing:
+            return module, inputs
+        last = [node for node in module.graph.nodes if node.op == "placeholder"][-1]
+        ids = self._input(next(node for node, name in self.batch.items() if name == "ids"))
+        for dim, size in enumerate(ids.meta["val"].shape):
+            if not isinstance(size, torch.SymInt) or size.node.expr not in missing:
+                continue
+            with module.graph.inserting_after(last):
+                last = module.graph.placeholder(f"size_{dim}")
+            # Inductor binds a size to the symbol it was made with: make it with the one all shapes were unified to.
+            last.meta["val"] = self.mode.shape_env.create_symintnode(size.node.expr, hint=size.node.hint)  # type: ignore[union-attr]
+            number = self.outer.call_function(torch.ops.aten.sym_size.int, (ids, dim))
+            number.meta["val"] = size
+            inputs = [*inputs, number]
         return module, inputs
 
     def _is_seed(self, node: fx.Node) -> bool:
@@ -547,7 +575,7 @@ def _keep_outputs(module: fx.GraphModule, indices: list[int]) -> fx.GraphModule:
     output = next(node for node in module.graph.nodes if node.op == "output")
     results = output.args[0]
     output.args = (tuple(results[index] for index in indices),)  # type: ignore[index]
-    module.graph.eliminate_dead_code()
+    eliminate_dead(module.graph)
     module.recompile()
     return module
 

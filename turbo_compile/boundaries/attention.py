@@ -3,10 +3,10 @@
     out [B,S,H,V], lse [B,H,S] = attention(q [B,H,S,D], k [B,G,S,D], v [B,G,S,V], layout [B,S], sinks [H], seed, ...)
 
 `layout` (int32) says who sees whom. A token that can be attended to holds the index of its document's first token; a
-padded token holds -1 minus such an index. Causal: query s sees the keys t with start(s) <= t <= s that are not padded;
-otherwise it sees the unpadded keys of its own start. A window further asks |s - t| < window. So a plain row is all
-zeros, and a padded query still sees what Hugging Face's two-dimensional mask shows it. Queries that see nothing give
-zeros, lse = -inf (their sink, with sinks), and no gradient.
+padded token holds -1 minus such an index; documents do not interleave. Causal: query s sees the keys t with
+start(s) <= t <= s that are not padded; otherwise it sees the unpadded keys of its own start. A window further asks
+|s - t| < window. So a plain row is all zeros, and a padded query still sees what Hugging Face's two-dimensional mask
+shows it. Queries that see nothing give zeros, lse = -inf (their sink, with sinks), and no gradient.
 
 p = dropout(exp(logit - lse)), logit = softcap * tanh(scale * q.k / softcap), lse = log(sum of exp(logit), exp(sink)).
 

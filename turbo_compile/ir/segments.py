@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,32 @@ def is_size(node: fx.Node) -> bool:
     if isinstance(value, (tuple, list)):
         return all(isinstance(item, (int, torch.SymInt)) for item in value)
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+_WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a torch-level node changes its first argument in place: `x[i] = v`, `x += v`, `x.scatter_(...)`."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", "")
+    inplace = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
+    return node.target in _WRITES or inplace or (name.endswith("_") and not name.endswith("__"))
+
+
+def eliminate_dead(graph: fx.Graph) -> None:
+    """Remove what nobody reads, but never a write: its effect is on a value somebody may read.
+
+    torch.fx's own takes writes for dead code, and so do the subgraphs it visits.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not writes(node):
+            graph.erase_node(node)
 
 
 def extract(nodes: Sequence[fx.Node], parameters: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
@@ -56,7 +83,7 @@ def extract(nodes: Sequence[fx.Node], parameters: Sequence[fx.Node], outputs: Se
     for node in nodes:
         env[node] = graph.node_copy(node, lambda argument: env[argument])
     graph.output(tuple(env[node] for node in outputs))
-    graph.eliminate_dead_code()
+    eliminate_dead(graph)
     graph.lint()
     return fx.GraphModule(nn.Module(), graph), inputs
 

@@ -49,16 +49,14 @@ class Spelling:
             return f"({', '.join(self.type(item) for item in value)})"
         return self.size(value)
 
-    def bytes(self, values: Iterable[Any]) -> str:
+    def bytes(self, tensors: Iterable[torch.Tensor]) -> str:
         """The bytes of tensors together: `1.5 KiB/token` where they grow with B*S, else a term each."""
-        total = sum((self._bytes_of(value) for value in values), sympy.Integer(0))
+        total = sum((self._bytes_of(tensor) for tensor in tensors), sympy.Integer(0))
         return _terms(sympy.expand(total)) if total != 0 else "0 B"
 
-    def _bytes_of(self, value: Any) -> sympy.Expr:
-        if not isinstance(value, torch.Tensor):
-            return sympy.Integer(8)
-        sizes = [self._renamed(sympy.sympify(expression_of(dim))) for dim in value.shape]
-        return sympy.Mul(value.dtype.itemsize, *sizes)
+    def _bytes_of(self, tensor: torch.Tensor) -> sympy.Expr:
+        sizes = [self._renamed(sympy.sympify(expression_of(dim))) for dim in tensor.shape]
+        return sympy.Mul(tensor.dtype.itemsize, *sizes)
 
     def _renamed(self, expression: sympy.Basic) -> Any:
         for symbol in sorted(expression.free_symbols - set(self.symbols), key=str):

@@ -11,8 +11,10 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from turbo_compile.ir.elide import Line, elide_repeats
@@ -101,19 +103,21 @@ class _Printer:
         return Line(f"fwd  %{self.names[node]}: {self.spelling.type(node.meta['val'])}", f"{found.kind}{name}")
 
     def _call(self, prefix: str, call: fx.Node) -> Line:
-        parts = {user.args[1]: user for user in call.users}
-        results = [f"%{self.names[parts[i]]}" if i in parts else "_" for i in range(max(parts, default=-1) + 1)]  # type: ignore[type-var, operator, index]
-        code = f"{prefix}  {', '.join(results)} = {_callee(call)}({self._arguments(call.args)})"
+        parts: dict[Any, fx.Node] = {user.args[1]: user for user in call.users}
+        results = self._arguments([parts.get(index) for index in range(max(parts, default=-1) + 1)])
+        code = f"{prefix}  {results} = {_callee(call)}({self._arguments(call.args)})"
         label = self._label(call.meta["call"].fqn)
         return Line(code, label + (self._made(call, parts) if prefix == "fwd" else ""), label)
 
     def _made(self, call: fx.Node, parts: dict[Any, fx.Node]) -> str:
         """The types of a forward call's results, and what it saves."""
-        made = [self.spelling.type(parts[i].meta["val"]) for i in sorted(parts) if "val" in parts[i].meta]
+        types = [self.spelling.type(parts[i].meta["val"]) for i in sorted(parts) if "val" in parts[i].meta]
+        runs = [(kind, len(list(run))) for kind, run in groupby(types)]
+        made = [f"{kind} x {count}" if count > 1 else kind for kind, count in runs]
         if isinstance(self.program, StepProgram) and (compute := self.program.compute_of(call)).backward is not None:
-            results = output_of(compute.forward.graph)[compute.outputs :]
-            values = [value.meta["val"] for value in results]
-            made.append(f"saves {self.spelling.bytes(values)}" if values else "saves only inputs")
+            values = [value.meta["val"] for value in output_of(compute.forward.graph)[compute.outputs :]]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            made.append(f"saves {self.spelling.bytes(tensors)}" if tensors else "saves only inputs")
         return f": {', '.join(made)}" if made else ""
 
     def _function(self, prefix: str, node: fx.Node) -> Line:

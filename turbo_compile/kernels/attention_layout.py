@@ -32,12 +32,11 @@ class Run:
     """Neighbouring tokens with one document start, and the range that holds every key they may see."""
 
     rows: slice
-    start: int
     begin: int
     end: int
     first_key: int
     end_key: int
-    holes: bool  # the range holds tokens that are not keys of this document
+    holes: bool  # the range holds padded tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def runs(layout: Tensor, causal: bool) -> list[Run]:
     """The runs of a layout [B,S] that see any key; plain rows are one run together."""
     B, S = layout.shape
     if is_plain(layout):
-        return [Run(slice(0, B), 0, 0, S, 0, S, False)]
+        return [Run(slice(0, B), 0, S, 0, S, False)]
     # One flat line of B*S tokens: starts of different rows differ, so a run never crosses rows.
     row_offset = torch.arange(0, B * S, S).unsqueeze(1)
     is_key = (layout >= 0).flatten()
@@ -83,7 +82,7 @@ def runs(layout: Tensor, causal: bool) -> list[Run]:
         seen = count > 0
     holes = end_key - first_key != count
     row = begin // S
-    places = torch.stack([start, begin, end, first_key, end_key]) - row * S
+    places = torch.stack([begin, end, first_key, end_key]) - row * S
     found = torch.stack([row, *places, holes])[:, seen]
     return [Run(slice(row, row + 1), *rest) for row, *rest in found.T.tolist()]
 
@@ -103,7 +102,7 @@ def pieces(options: Options, layout: Tensor, dtype: torch.dtype, block: int | No
         window = options.window if options.window is not None and options.window < span else None
         if block is None and window is None and (begin == run.first_key or not causal):
             keys = slice(run.first_key, run.end_key)
-            bias = _key_bias(layout, run, keys, causal, dtype) if run.holes else None
+            bias = _bias(layout[run.rows, keys] >= 0, dtype) if run.holes else None
             yield Piece(run.rows, slice(begin, run.end), keys, causal, bias)
         else:
             yield from _blocks(layout, run, begin, window, causal, dtype, block or QUERY_BLOCK)
@@ -112,7 +111,7 @@ def pieces(options: Options, layout: Tensor, dtype: torch.dtype, block: int | No
 def _blocks(
     layout: Tensor, run: Run, begin: int, window: int | None, causal: bool, dtype: torch.dtype, block: int
 ) -> Iterator[Piece]:
-    masks: dict[tuple[int, int, int], Tensor | None] = {}  # blocks inside a document look alike
+    shape, mask = None, None  # of the block before: those inside a window look alike
     for low in range(begin, run.end, block):
         high = min(low + block, run.end)
         first = run.first_key if window is None else max(run.first_key, low - window + 1)
@@ -123,19 +122,14 @@ def _blocks(
             end = min(end, high - 1 + window)
         if first >= end:
             continue
-        shape = (high - low, first - low, end - low)
-        if shape not in masks:
-            masks[shape] = _block_bias(*shape, window, causal, dtype)
-        bias, keys = masks[shape], slice(first, end)
+        if shape != (high - low, first - low, end - low):
+            shape = high - low, first - low, end - low
+            mask = _block_bias(*shape, window, causal, dtype)
+        bias, keys = mask, slice(first, end)
         if run.holes:
-            key_bias = _key_bias(layout, run, keys, causal, dtype)
+            key_bias = _bias(layout[run.rows, keys] >= 0, dtype)
             bias = key_bias if bias is None else bias + key_bias
         yield Piece(run.rows, slice(low, high), keys, False, bias)
-
-
-def _key_bias(layout: Tensor, run: Run, keys: slice, causal: bool, dtype: torch.dtype) -> Tensor:
-    place = layout[run.rows, keys]
-    return _bias(place >= 0 if causal else place == run.start, dtype)
 
 
 def _block_bias(
