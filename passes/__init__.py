@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
+from turbo_compile.ir.runner import Pass
 from turbo_compile.passes.prefetch import Prefetch
 from turbo_compile.passes.recompute import Recompute
 from turbo_compile.passes.shard import ShardParameters
@@ -13,21 +13,15 @@ from turbo_compile.plans.plan import Plan
 from turbo_compile.plans.ranges import resolve_ranges
 
 
-class Pass(Protocol):
-    """A rewrite of a program in place; `exact` says whether the numbers stay the same bits."""
-
-    exact: bool
-
-    def run(self, program: Any) -> None: ...
-
-
-def forward_passes(plan: Plan) -> tuple[Any, ...]:
+def forward_passes(plan: Plan) -> tuple[Pass, ...]:
+    """The rewrites of the forward program, before it is differentiated."""
     return (
         SumOverRanks(),  # losses and router counts are of the global batch: differentiated with their sum in place
     )
 
 
-def step_passes(plan: Plan, blocks: Iterable[str]) -> tuple[Any, ...]:
+def step_passes(plan: Plan, blocks: Iterable[str]) -> tuple[Pass, ...]:
+    """The rewrites of the step, whose ranges of `plan` name these blocks."""
     names = list(blocks)
     modes = resolve_ranges(plan.recompute, names, what="recompute")
     reshard = resolve_ranges(plan.schedule.reshard, names, what="schedule.reshard")

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from turbo_compile import collectives
+from turbo_compile.ir.graphs import output_node
 from turbo_compile.ir.program import StepProgram
 
 
@@ -27,11 +28,11 @@ class Prefetch:
             return
         for _, graph in program.graphs():
             for start in [node for node in graph.nodes if node.target is collectives.all_gather]:
-                self._earlier(graph, start)
+                self._earlier(start)
             for start in [node for node in graph.nodes if node.target is collectives.reduce_scatter]:
                 self._later(graph, start)
 
-    def _earlier(self, graph: fx.Graph, start: fx.Node) -> None:
+    def _earlier(self, start: fx.Node) -> None:
         """Move a gather's start before the `depth`-th call that precedes it."""
         before = _calls_before(start)
         if before:
@@ -42,7 +43,7 @@ class Prefetch:
         """Move what follows a reduction's start behind the `depth`-th call that comes after it, or to the end."""
         chain = _chain(start)
         after = _calls_after(start)
-        place = after[self.depth - 1] if len(after) >= self.depth else _last(graph)
+        place = after[self.depth - 1] if len(after) >= self.depth else output_node(graph).prev
         for node in chain:
             place.append(node)
             place = node
@@ -79,8 +80,3 @@ def _chain(start: fx.Node) -> list[fx.Node]:
             return chain
         (node,) = following
         chain.append(node)
-
-
-def _last(graph: fx.Graph) -> fx.Node:
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    return output.prev

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from turbo_compile.ir.names import calls_of
 from turbo_compile.ir.program import StepProgram
 
 
@@ -20,12 +21,11 @@ class Recompute:
     exact: ClassVar[bool] = False
 
     def run(self, program: StepProgram) -> None:
-        for _, graph in program.graphs():
-            for call in graph.nodes:
-                if call.op != "call_module" or call.meta["call"].fqn not in self.modes:
-                    continue
-                compute = program.compute(call.meta["joint"], self.modes[call.meta["call"].fqn])
+        calls = [call for _, graph in program.graphs() for call in calls_of(graph)]
+        for call in calls:
+            mode = self.modes.get(call.meta["call"].fqn)
+            if mode is not None:
                 backward = "_backward" if call.meta.get("backward") else ""
-                call.target = f"{compute.name}{backward}"
-        used = {str(node.target).removesuffix("_backward") for _, g in program.graphs() for node in g.nodes if node.op == "call_module"}
+                call.target = f"{program.compute(call.meta['joint'], mode).name}{backward}"
+        used = {program.compute_of(call).name for call in calls}
         program.computes = {name: compute for name, compute in program.computes.items() if name in used}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.fx as fx
 
 from turbo_compile import collectives
+from turbo_compile.ir.graphs import output_node, placeholders, results_of, set_results
 from turbo_compile.ir.program import Source, StepProgram, source, split_groups
 
 
 @dataclass(frozen=True, slots=True)
 class ShardParameters:
-    """Gather the parameters of each call over `shard` before it, free them after it, reduce their gradients once summed.
+    """Gather each call's parameters over `shard` before it, free them after it, and reduce their summed gradients.
 
     Before:  %h1 = block(%w0, %h0)                                         %dw0, %dh0 = block_backward(%w0, %s0, %dh1)
     After:   %g0 = wait(all_gather(%w0) @shard);  %h1 = block(%g0, %h0)     ...;  wait(reduce_scatter(%dw0) @shard)
@@ -56,24 +58,22 @@ class ShardParameters:
             else:
                 kept.append(gathered[group.name])
                 group.meta["source"] = Source("kept", source(group).names)
-        output = next(node for node in program.forward.nodes if node.op == "output")
-        results, bundles, _ = output.args[0]  # type: ignore[misc]
-        output.args = ((results, bundles, tuple(kept)),)
+        results, bundles, _ = results_of(program.forward)
+        set_results(program.forward, (results, bundles, tuple(kept)))
 
     def _frees(self, group: fx.Node, readers: list[fx.Node]) -> bool:
         return all(self.reshard.get(reader.meta["call"].fqn, False) for reader in readers)
 
     def _reduce(self, graph: fx.Graph) -> None:
-        output = next(node for node in graph.nodes if node.op == "output")
-        for gradient in list(output.args[0]):  # type: ignore[arg-type]
+        for gradient in list(results_of(graph)):
             node = _after(graph, gradient, collectives.reduce_scatter, "shard")
             if self.replicated:
                 node = _after(graph, node, collectives.all_reduce, "dp")
-            output.replace_input_with(gradient, node)
+            output_node(graph).replace_input_with(gradient, node)
 
 
 def _groups(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder" and source(node).kind == "group"]
+    return [node for node in placeholders(graph) if source(node).kind == "group"]
 
 
 def _gather(graph: fx.Graph, group: fx.Node, readers: list[fx.Node]) -> fx.Node:
@@ -88,9 +88,9 @@ def _gather(graph: fx.Graph, group: fx.Node, readers: list[fx.Node]) -> fx.Node:
     return done
 
 
-def _after(graph: fx.Graph, node: fx.Node, collective: object, axis: str) -> fx.Node:
+def _after(graph: fx.Graph, node: fx.Node, collective: Callable[..., Any], axis: str) -> fx.Node:
     with graph.inserting_after(node):
-        start = graph.call_function(collective, (node, axis))  # type: ignore[arg-type]
+        start = graph.call_function(collective, (node, axis))
     with graph.inserting_after(start):
         done = graph.call_function(collectives.wait, (start,))
     start.meta["fqns"] = done.meta["fqns"] = node.meta["fqns"]

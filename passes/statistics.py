@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 import torch.fx as fx
 
 from turbo_compile import collectives
+from turbo_compile.boundaries.router import router_counts
+from turbo_compile.ir.graphs import output_node, results_of
 from turbo_compile.ir.program import Program
 
 
@@ -26,12 +27,11 @@ class SumOverRanks:
     def run(self, program: Program) -> None:
         graph = program.graph
         for node in list(graph.nodes):
-            if node.target is torch.ops.turbo_compile.router_counts.default:
+            if node.target is router_counts:
                 _sum_after(graph, node)
-        output = next(node for node in graph.nodes if node.op == "output")
-        for name, result in zip(program.outputs, output.args[0], strict=True):
+        for name, result in zip(program.outputs, results_of(graph), strict=True):
             if name != "logits":
-                _sum_after(graph, result, only=output)
+                _sum_after(graph, result, only=output_node(graph))
 
 
 def _sum_after(graph: fx.Graph, node: fx.Node, only: fx.Node | None = None) -> None:
@@ -41,4 +41,5 @@ def _sum_after(graph: fx.Graph, node: fx.Node, only: fx.Node | None = None) -> N
     with graph.inserting_after(start):
         done = graph.call_function(collectives.wait, (start,))
     start.meta["val"] = done.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(done, delete_user_cb=lambda user: user is only if only is not None else user is not start)
+    readers = {only} if only is not None else set(node.users) - {start}
+    node.replace_all_uses_with(done, delete_user_cb=readers.__contains__)

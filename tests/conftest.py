@@ -1,13 +1,15 @@
-"""Snapshots: texts that tests make, kept so that a change shows as a diff. `pytest --update` rewrites them."""
+"""What tests share: snapshots (texts kept so that a change shows as a diff; `pytest --update` rewrites them), a world."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.world import World
 
 # Otherwise as Hypothesis found it (its own profile under CI): a busy machine is no reason to fail.
 settings.register_profile("no_deadline", parent=settings(), deadline=None)
@@ -35,3 +37,11 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
         assert text == file.read_text(encoding="utf-8"), "the snapshot differs; if that is meant, run pytest --update"
 
     return check
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Two ranks that live as long as the session."""
+    ranks = World(2)
+    yield ranks
+    ranks.stop()

@@ -349,9 +349,14 @@ def peak_bytes(function: Callable[[], None]) -> int:
     return max(itertools.accumulate(changes))
 
 
+FLEX = torch.compile(attention_cuda.flex, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", TRACED)
-def test_flex_masks(name: str) -> None:
-    """FlexAttention, which CUDA uses where flash cannot, run eagerly: its masks follow the same definition."""
+def test_flex_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention, which CUDA uses where flash cannot, traced and run without its kernel: the same definition."""
+    monkeypatch.setattr(attention_cuda, "_flex_compiled", lambda: FLEX)
     case = TRACED[name]
     leaves, layout, _ = case.inputs(torch.float32)
     q, k, v, *sinks = (x.detach() for x in leaves)

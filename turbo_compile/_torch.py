@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
@@ -27,9 +29,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
+from turbo_compile.ir.graphs import output_node, placeholders, results_of
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "ShapeEnv",
     "capture_graph",
     "compile_graph",
@@ -38,8 +43,11 @@ __all__ = [
     "export_joint",
     "fake_mode_of",
     "fake_process_group_store",
+    "gradient_hooks",
     "inductor_options",
     "invoke_subgraph",
+    "local_of",
+    "mark_dynamic",
     "mark_must_recompute",
     "mark_must_save",
     "partition_joint",
@@ -53,8 +61,19 @@ _SOURCE_STEP = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]")
 def capture_graph(function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.GraphModule:
     """The torch-level graph of `function(*arguments)`, nested compile regions kept as `invoke_subgraph` calls."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(inline_single_use_invoke_subgraph=False, assume_static_by_default=True):
+    with (
+        torch._dynamo.config.patch(inline_single_use_invoke_subgraph=False, assume_static_by_default=True),
+        warnings.catch_warnings(),
+    ):
+        # Batch fields handed to boundaries and what transformers records: meant, and gone after the capture.
+        warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
         return dynamo_graph_capture_for_export(function)(*arguments)
+
+
+def mark_dynamic(tensor: torch.Tensor) -> None:
+    """Have every size of an example input traced as a symbol."""
+    for dim in range(tensor.dim()):
+        torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def fake_mode_of(captured: fx.GraphModule) -> FakeTensorMode:
@@ -64,8 +83,10 @@ def fake_mode_of(captured: fx.GraphModule) -> FakeTensorMode:
 
 def source_fqn(node: fx.Node) -> str | None:
     """The dotted module path of a parameter or buffer placeholder; None for an argument of the captured function."""
-    source = getattr(node, "_dynamo_source", None)
-    name = source.name if isinstance(source.name, str) else source.name() if source is not None else ""
+    source: Any = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name if isinstance(source.name, str) else source.name()
     return ".".join(_SOURCE_STEP.findall(name)) or None
 
 
@@ -80,7 +101,7 @@ def export_joint(
 
 def partition_joint(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward, saving what min-cut and the nodes' tags say."""
-    inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in placeholders(joint.graph)]
     return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=outputs)
 
 
@@ -96,12 +117,11 @@ def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, *, backward: bool
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor's code for an ATen graph. The callable takes its inputs as one list, and empties it."""
-    output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
-    results = output.args[0]
+    visible = [index for index, result in enumerate(results_of(graph.graph)) if isinstance(result, fx.Node)]
     # Every output keeps the strides it was traced with: the next segment is compiled for them.
-    output.meta["user_visible_output_idxs"] = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]  # type: ignore[arg-type, union-attr]
+    output_node(graph.graph).meta["user_visible_output_idxs"] = visible
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), inductor_options():
-        return compile_fx_inner(graph, list(inputs), is_backward=backward)  # type: ignore[return-value]
+        return compile_fx_inner(graph, list(inputs), is_backward=backward)
 
 
 @contextlib.contextmanager
@@ -121,6 +141,20 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor with `like`'s mesh, placements and shape around `local`; five times cheaper than `from_local`."""
-    return DTensor(local, like._spec, requires_grad=False)
+def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+    """A DTensor around `local` with the mesh, placements and shape of `like`, which is one.
+
+    Ten times cheaper than `from_local`; `__init__`, which does nothing but switch Dynamo off and on, is left out.
+    """
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, without the autograd of `to_local`."""
+    return tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """A leaf's `register_hook` hooks and its `register_post_accumulate_grad_hook` hooks, in order."""
+    before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return list((before or {}).values()), list((after or {}).values())

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from turbo_compile.capture import Signature, capture
 from turbo_compile.differentiate import differentiate
-from turbo_compile.dtypes import choose_dtypes
+from turbo_compile.dtypes import Dtypes, choose_dtypes
 from turbo_compile.errors import TurboCompileError
 from turbo_compile.huggingface import block_modules
-from turbo_compile.ir.dump import open_dump
+from turbo_compile.ir.dump import Dump, open_dump
 from turbo_compile.ir.mesh import build_axes, ensure_process_group
 from turbo_compile.ir.placement import layouts
+from turbo_compile.ir.program import StepProgram
 from turbo_compile.ir.runner import run
 from turbo_compile.lower import BACKENDS, Executable, lower
 from turbo_compile.parameters import shard_parameters
@@ -38,8 +38,8 @@ def turbo_compile(
 ) -> PreTrainedModel:
     """Compile `model`, in place, to train in parallel under `plan`; returns the same object.
 
-    Every rank calls it with the same model. Each then passes its own rows: `out.loss` is the mean over all valid tokens of
-    the global batch, and `out.loss.backward()` leaves every trainable parameter a DTensor gradient.
+    Every rank calls it with the same model. Each then passes its own rows: `out.loss` is the mean over all valid tokens
+    of the global batch, and `out.loss.backward()` leaves every trainable parameter a DTensor gradient.
 
     Args:
         model: a `PreTrainedModel` with weights on a device, or on meta.
@@ -59,20 +59,16 @@ def turbo_compile(
     plan = _resolve(plan, model)
     axes = build_axes(plan.mesh, device)
     blocks = tuple(block_modules(model))
-    passes = step_passes(plan, blocks)
+    step_passes(plan, blocks)  # a range that names no block is an error now, not at the first call
     dtypes = choose_dtypes(model, plan.dtype)
     shapes = {name: (p.shape, dtypes.master[name]) for name, p in model.named_parameters()}
     placed = layouts(plan, shapes)
     stages = open_dump(dump, plan, axes.rank)
 
     def build(signature: Signature) -> Executable:
-        program = capture(model, signature, dtypes.compute, device)
-        run(forward_passes(plan), program, dump=stages)
-        step = differentiate(program, signature.differentiated)
-        run(passes, step, dump=stages)
-        return lowered(step)
+        return lowered(trace(model, plan, signature, dtypes, device, stages))
 
-    def lowered(step: Any) -> Executable:
+    def lowered(step: StepProgram) -> Executable:
         made: list[Executable] = []
         first_rank_first(lambda: made.append(lower(step, axes, placed, dtypes.reduce, pending, backend)))
         return made[-1]
@@ -80,13 +76,25 @@ def turbo_compile(
     dead = list(model.parameters())
     pending: dict[str, torch.Tensor] = {}
     sharded = shard_parameters(model, axes, placed, dtypes.master)
-    runtime = Runtime(
-        model, sharded, build, plan.batch.shapes == "static", _vocabulary(model), dtypes.reduce, pending
-    )
+    runtime = Runtime(model, sharded, build, plan.batch.shapes == "static", _vocabulary(model), dtypes.reduce, pending)
     attach(runtime, dead)
     if example is not None:
         model(**example)
     return model
+
+
+def trace(
+    model: PreTrainedModel, plan: Plan, signature: Signature, dtypes: Dtypes, device: torch.device, dump: Dump | None
+) -> StepProgram:
+    """What a call of `signature` computes under `plan`, after every pass, before it is lowered: needs no weights.
+
+    `dtypes` are those of the model as it came, before its weights became masters.
+    """
+    program = capture(model, signature, dtypes.compute, device)
+    run(forward_passes(plan), program, dump=dump)
+    step = differentiate(program, signature.differentiated)
+    run(step_passes(plan, program.blocks), step, dump=dump)
+    return step
 
 
 def _check(model: Any, backend: str) -> None:
@@ -119,5 +127,5 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    head: nn.Module | None = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     return int(head.weight.shape[0]) if head is not None else int(model.config.get_text_config().vocab_size)

@@ -95,11 +95,13 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
 def _check_keys(given: dict[str, Any]) -> None:
     for key in given:
         if key in _CACHES:
-            raise UnsupportedOp(f"{key}: a compiled model keeps no cache; decode with a model loaded from save_pretrained")
+            raise UnsupportedOp(f"{key}: a compiled model keeps no cache; decode with one loaded from save_pretrained")
         if key == "inputs_embeds":
             raise UnsupportedOp("inputs_embeds: a compiled model takes input_ids")
         if key not in _TENSORS + _SWITCHES:
-            raise TurboCompileError(f"the compiled model does not know the argument {key!r}; it takes {', '.join(_TENSORS)}")
+            raise TurboCompileError(
+                f"a compiled model does not know the argument {key!r}; it takes {', '.join(_TENSORS)}"
+            )
     if "input_ids" not in given:
         raise TurboCompileError(f"the compiled model needs input_ids; it was given {', '.join(given) or 'nothing'}")
 
@@ -115,8 +117,11 @@ def _check_switches(given: dict[str, Any]) -> None:
 def _check_tensor(key: str, value: Any, device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise TurboCompileError(f"{key} must be a tensor, not {type(value).__name__}")
-    if value.device.type != device.type or (device.index is not None and value.device.index not in (None, device.index)):
-        raise TurboCompileError(f"{key} is on {value.device}, the model on {device}; move the batch: {key}.to({str(device)!r})")
+    other_index = device.index is not None and value.device.index not in (None, device.index)
+    if value.device.type != device.type or other_index:
+        raise TurboCompileError(
+            f"{key} is on {value.device}, the model on {device}; move it: {key}.to({str(device)!r})"
+        )
 
 
 def _rows(key: str, value: Tensor, ids: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def _rows(key: str, value: Tensor, ids: Tensor) -> Tensor:
 
 def _positions(given: dict[str, Any], ids: Tensor) -> Tensor:
     if ids.dim() != 2 or ids.numel() == 0:
-        raise TurboCompileError(f"input_ids must be rows of tokens, (B, S) with B and S at least 1, not {tuple(ids.shape)}")
+        raise TurboCompileError(f"input_ids must be rows of tokens, (B, S), each at least 1, not {tuple(ids.shape)}")
     if "position_ids" not in given:
         return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape).contiguous()
     positions = given["position_ids"]
@@ -143,8 +148,8 @@ def _mask(given: dict[str, Any], ids: Tensor) -> Tensor | None:
     mask = given["attention_mask"]
     if mask.dim() != 2:
         raise UnsupportedOp(
-            f"attention_mask has shape {tuple(mask.shape)}: a mask that is not causal plus padding plus documents has no "
-            "rule; give a 2-D padding mask, or restart position_ids at each document"
+            f"attention_mask has shape {tuple(mask.shape)}: a mask that is not causal plus padding plus documents has "
+            "no rule; give a 2-D padding mask, or restart position_ids at each document"
         )
     return _rows("attention_mask", mask, ids)
 
@@ -157,7 +162,9 @@ def _boundaries(given: dict[str, Any], ids: Tensor) -> Tensor | None:
     if boundaries.shape != other.shape or not torch.equal(boundaries, other):
         raise UnsupportedOp("cu_seq_lens_q and cu_seq_lens_k differ: attention across documents has no rule")
     if boundaries.dim() != 1 or int(boundaries[-1]) != ids.numel() or int(boundaries[0]) != 0:
-        raise TurboCompileError(f"cu_seq_lens_q must run from 0 to the {ids.numel()} tokens of the batch, not {boundaries.tolist()}")
+        raise TurboCompileError(
+            f"cu_seq_lens_q must run from 0 to the {ids.numel()} tokens of the batch, not {boundaries.tolist()}"
+        )
     return boundaries
 
 
@@ -176,6 +183,6 @@ def _check_labels(targets: Tensor, vocabulary: int) -> None:
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])
         raise TurboCompileError(
-            f"labels hold {int(targets[row, column])} (row {row}, predicted at position {column}), outside the vocabulary of "
-            f"{vocabulary}; ignored tokens are marked {IGNORE}"
+            f"labels hold {int(targets[row, column])} (row {row}, predicted at position {column}), outside the "
+            f"vocabulary of {vocabulary}; ignored tokens are marked {IGNORE}"
         )

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import torch.fx as fx
 
+from turbo_compile.ir.graphs import argument
+
 
 def all_gather(group: Any, axis: str) -> NoReturn:
     """Start gathering every parameter of a group from its shards over `axis`, in the dtype compute wants."""
@@ -44,7 +46,7 @@ def passes_gradient(node: fx.Node) -> bool:
     """Whether the tangent of this outer node is the tangent of its first argument."""
     if node.target is all_reduce:
         return True
-    return node.target is wait and node.args[0].target is all_reduce  # type: ignore[union-attr]
+    return node.target is wait and argument(node).target is all_reduce
 
 
 def _not_lowered(name: str) -> RuntimeError:

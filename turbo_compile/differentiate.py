@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from turbo_compile import collectives
 from turbo_compile.errors import InvalidProgram
+from turbo_compile.ir.graphs import argument, placeholders, results_of
 from turbo_compile.ir.joint import Joint, trace_joint
 from turbo_compile.ir.program import Program, Segment, Source, StepProgram, source, split_groups
 
@@ -72,15 +73,14 @@ class _Differentiation:
         for node in self.program.graph.nodes:
             requires[node] = self._requires(node, requires, depends)
         wanted: set[fx.Node] = set()
-        results: Any = _output(self.program.graph).args[0]
-        for name, result in zip(self.program.outputs, results, strict=True):
+        for name, result in zip(self.program.outputs, results_of(self.program.graph), strict=True):
             if name in self.differentiable:
                 wanted.add(result)
         for node in reversed(self.program.graph.nodes):
             if node.op == "call_module":
                 self._need(node, requires, wanted, depends[str(node.target)])
             elif node.op == "call_function" and node in wanted and collectives.passes_gradient(node):
-                wanted.add(node.args[0])  # type: ignore[arg-type]
+                wanted.add(argument(node))
 
     def _requires(
         self, node: fx.Node, requires: dict[fx.Node, tuple[bool, ...]], depends: dict[str, list[set[int]]]
@@ -93,15 +93,15 @@ class _Differentiation:
             flags = _flags(node, requires)
             return tuple(any(flags[i] for i in inputs) for inputs in depends[str(node.target)])
         if node.target is operator.getitem:
-            return (requires[node.args[0]][node.args[1]],)  # type: ignore[index]
+            return (requires[argument(node)][argument(node, 1)],)
         if collectives.passes_gradient(node):
-            return requires[node.args[0]]  # type: ignore[index]
+            return requires[argument(node)]
         return (False,)
 
     def _need(
         self, call: fx.Node, requires: dict[fx.Node, tuple[bool, ...]], wanted: set[fx.Node], depends: list[set[int]]
     ) -> None:
-        parts = {user.args[1]: user for user in call.users}
+        parts = {argument(user, 1): user for user in call.users}
         outputs = tuple(
             bool(requires[call][i]) and i in parts and parts[i] in wanted for i in range(len(requires[call]))
         )
@@ -112,9 +112,9 @@ class _Differentiation:
         groups, inputs = split_groups(call)
         for group in groups:
             position += len(source(group).names)
-        for argument in inputs:
+        for value in inputs:
             if flags[position]:
-                wanted.add(argument)
+                wanted.add(value)
             position += 1
 
     # --- the two outer graphs -----------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class _Differentiation:
             if node.op != "call_module":
                 continue
             joint = self._joint(node)
-            env[node].target = _compute_name(joint)
+            env[node].target = joint.named("none")
             env[node].meta["joint"] = joint.name
             if joint.tangents:
                 bundles[node] = graph.call_function(operator.getitem, (env[node], joint.outputs))
@@ -153,8 +153,7 @@ class _Differentiation:
     def _backward(self, bundles: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, tuple[tuple[str, ...], ...]]:
         graph = fx.Graph()
         gradients: dict[fx.Node, fx.Node] = {}
-        results: Any = _output(self.program.graph).args[0]
-        for name, result in zip(self.program.outputs, results, strict=True):
+        for name, result in zip(self.program.outputs, results_of(self.program.graph), strict=True):
             if name in self.differentiable:
                 tangent = graph.placeholder(f"d_{name}")
                 tangent.meta.update(source=Source("tangent", (name,)), val=result.meta["val"])
@@ -164,14 +163,14 @@ class _Differentiation:
             saved[call] = graph.placeholder(f"s_{bundle.meta['bundle'].replace('.', '_')}")
             saved[call].meta["source"] = Source("saved", (bundle.meta["bundle"],))
         groups: dict[fx.Node, fx.Node] = {}
-        for group in (node for node in self.program.graph.nodes if node.op == "placeholder" and source(node).kind == "group"):
-            if any(user in bundles for user in group.users):
+        for group in placeholders(self.program.graph):
+            if source(group).kind == "group" and any(user in bundles for user in group.users):
                 groups[group] = graph.node_copy(group)
         for node in reversed(self.program.graph.nodes):
             if node in bundles:
                 self._reverse(graph, node, saved[node], groups, gradients)
             elif node.op == "call_function" and node in gradients and collectives.passes_gradient(node):
-                _accumulate(graph, gradients, node.args[0], gradients[node])  # type: ignore[arg-type]
+                _accumulate(graph, gradients, argument(node), gradients[node])
         found = [(group, gradients[group]) for group in groups if group in gradients]
         graph.output(tuple(gradient for _, gradient in found))
         return graph, tuple(tuple(gradient.meta["fqns"]) for _, gradient in found)
@@ -186,13 +185,13 @@ class _Differentiation:
     ) -> None:
         """The backward of one call: groups, its bundle, the tangents of its outputs -> gradients of what it read."""
         joint = self._joint(call)
-        parts = {user.args[1]: user for user in call.users}
+        parts = {argument(user, 1): user for user in call.users}
         tangents = [gradients.get(parts[i]) for i in joint.tangents]
         if any(tangent is None for tangent in tangents):
             raise InvalidProgram(f"{call.meta['call'].fqn}: an output that is differentiated got no gradient")
         call_groups, inputs = split_groups(call)
         arguments = (*(groups[group] for group in call_groups), bundle, *tangents)
-        back = graph.call_module(f"{_compute_name(joint)}_backward", arguments)
+        back = graph.call_module(f"{joint.named('none')}_backward", arguments)
         back.meta.update(
             groups=len(call_groups),
             group_names=call.meta["group_names"],
@@ -212,16 +211,12 @@ class _Differentiation:
                 part.meta["fqns"] = tuple(got)
                 _accumulate(graph, gradients, group, part)
                 result += 1
-        for offset, argument in enumerate(inputs):
+        for offset, value in enumerate(inputs):
             if start + offset in taken:
                 part = graph.call_function(operator.getitem, (back, result))
-                part.meta["val"] = argument.meta["val"]
-                _accumulate(graph, gradients, argument, part)
+                part.meta["val"] = value.meta["val"]
+                _accumulate(graph, gradients, value, part)
                 result += 1
-
-
-def _compute_name(joint: Joint) -> str:
-    return f"{joint.name}_none" if joint.tangents else joint.name
 
 
 def _accumulate(graph: fx.Graph, gradients: dict[fx.Node, fx.Node], value: fx.Node, part: fx.Node) -> None:
@@ -242,18 +237,14 @@ def _accumulate(graph: fx.Graph, gradients: dict[fx.Node, fx.Node], value: fx.No
 def _dependencies(segment: Segment) -> list[set[int]]:
     """For each output, the placeholders that a gradient could reach from it."""
     reached: dict[fx.Node, set[int]] = {}
-    outputs: list[set[int]] = []
-    placeholders = 0
-    for node in segment.module.graph.nodes:
-        if node.op == "placeholder":
-            reached[node] = {placeholders} if _floating(node) else set()
-            placeholders += 1
-        elif node.op == "output":
-            outputs = [reached[n] if isinstance(n, fx.Node) and _floating(n) else set() for n in node.args[0]]  # type: ignore[union-attr]
-        else:
+    graph = segment.module.graph
+    for index, node in enumerate(placeholders(graph)):
+        reached[node] = {index} if _floating(node) else set()
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
             sets = [reached[n] for n in node.all_input_nodes]
             reached[node] = set().union(*sets) if _floating(node) else set()
-    return outputs
+    return [reached[n] if isinstance(n, fx.Node) and _floating(n) else set() for n in results_of(graph)]
 
 
 def _floating(node: fx.Node) -> bool:
@@ -268,8 +259,4 @@ def _flags(call: fx.Node, requires: dict[fx.Node, tuple[bool, ...]]) -> list[boo
     """Whether each placeholder of a call's segment could need a gradient."""
     groups, inputs = split_groups(call)
     flags = [flag for group in groups for flag in requires[group]]
-    return flags + [isinstance(argument, fx.Node) and any(requires[argument]) for argument in inputs]
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    return flags + [isinstance(value, fx.Node) and any(requires[value]) for value in inputs]

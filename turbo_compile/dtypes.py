@@ -15,7 +15,7 @@ _WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """By FQN: `compute` as gathered and used, `master` as held and trained. `reduce` is what gradients are summed in."""
+    """By FQN: `compute` as gathered and used, `master` as held and trained. Gradients are summed in `reduce`."""
 
     compute: dict[str, torch.dtype]
     master: dict[str, torch.dtype]

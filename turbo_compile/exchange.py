@@ -60,7 +60,7 @@ class AllGather(_Exchange):
 class Gathered(_Exchange):
     def forward(self, started: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
         gathered, whole = started
-        out: list[Tensor] = [None] * len(self.layouts)  # type: ignore[list-item]
+        out: list[Any] = [None] * len(self.layouts)
         for index, tensor in zip(self.sharded, gathered, strict=True):
             full = _c10d.wait_tensor(tensor)
             out[index] = full[: self.layouts[index].shape[0]] if index in self.uneven else full
@@ -125,7 +125,7 @@ class Reduced(_Exchange):
 
     def forward(self, started: tuple[Tensor | None, list[Tensor]]) -> list[Tensor]:
         flat, whole = started
-        out: list[Tensor] = [None] * len(self.layouts)  # type: ignore[list-item]
+        out: list[Any] = [None] * len(self.layouts)
         if flat is not None:
             mine = _c10d.wait_tensor(flat)
             if self.exchanges:
@@ -180,4 +180,3 @@ WAITS: dict[Any, type[_Exchange]] = {
     collectives.reduce_scatter: Reduced,
     collectives.all_reduce: AllReduced,
 }
-__all__ = ["STARTS", "WAITS"]

@@ -1,4 +1,4 @@
-"""What the compiler asks of transformers: its interfaces for attention, experts, masks and losses, and its dtype rules."""
+"""What the compiler asks of transformers: its interfaces for attention, experts, masks and losses; its dtype rules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
 from turbo_compile import _torch
-from turbo_compile.boundaries import attention, documents, experts, loss, router
+from turbo_compile.boundaries.attention import attention
+from turbo_compile.boundaries.documents import mask_layout_op
+from turbo_compile.boundaries.experts import experts_forward
+from turbo_compile.boundaries.loss import causal_lm_loss_op
+from turbo_compile.boundaries.router import router_counts, router_loss
 from turbo_compile.errors import CaptureError, TurboCompileError, UnsupportedOp
 
 NAME = "turbo_compile"
+_ANY_NUMBER = 4096  # of different blocks under one class: past it, Dynamo would give up the regions
 
 
 @dataclass(slots=True)
@@ -48,8 +53,12 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def boundaries_installed(model: PreTrainedModel) -> Iterator[Inputs]:
-    """Every boundary of `model` an op of ours, every block a nested region; all as it was on leaving."""
+def boundaries_installed(model: PreTrainedModel, recorded: bool) -> Iterator[Inputs]:
+    """Every boundary of `model` an op of ours, every block a nested region; all as it was on leaving.
+
+    `recorded` says that hooks record values inside blocks (router logits). Only then does a region return them:
+    Dynamo reuses a region that touches nothing outside it, and traces one that does anew for every block.
+    """
     with contextlib.ExitStack() as stack:
         _install_recorders(model)
         stack.enter_context(_unguarded(model))
@@ -58,7 +67,7 @@ def boundaries_installed(model: PreTrainedModel) -> Iterator[Inputs]:
         stack.enter_context(_loss(model))
         stack.enter_context(_router(model))
         stack.enter_context(_masks())
-        stack.enter_context(_blocks(model))
+        stack.enter_context(_blocks(model, _recording_region if recorded else _region))
         stack.callback(_clear)
         yield _INPUTS
 
@@ -85,22 +94,20 @@ def _attention_forward(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if attention_mask is None:
-        raise UnsupportedOp(f"an attention of {type(module).__name__} is handed no mask, so documents and padding are lost")
+        raise UnsupportedOp(f"an attention of {type(module).__name__} gets no mask, so documents and padding are lost")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = _INPUTS.seed if dropout > 0 else None
-    out = torch.ops.turbo_compile.attention.default(
+    out, _lse = attention(
         query, key, value, attention_mask, s_aux, seed, float(scale), True, sliding_window, softcap, float(dropout)
     )
-    return out[0], None
+    return out, None
 
 
-def _layout_mask(
-    *_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any
-) -> Tensor:
+def _layout_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> Tensor:
     if use_vmap:
-        raise UnsupportedOp("a mask that is not causal plus padding plus documents (a custom mask function) has no rule")
+        raise UnsupportedOp("a custom mask function has no rule; masks are causal plus padding plus documents")
     assert _INPUTS.layout is not None
-    return torch.ops.turbo_compile.mask_layout.default(_INPUTS.layout, True, local_size)
+    return mask_layout_op(_INPUTS.layout, True, local_size)
 
 
 @contextlib.contextmanager
@@ -158,7 +165,7 @@ def _experts(model: PreTrainedModel) -> Iterator[None]:
     if not any(hasattr(module, "_apply_gate") for module in model.modules()):
         yield
         return
-    ExpertsInterface.register(NAME, experts.experts_forward)
+    ExpertsInterface.register(NAME, experts_forward)
     with _switched(model, "_experts_implementation", model.set_experts_implementation):
         yield
 
@@ -167,8 +174,10 @@ def _experts(model: PreTrainedModel) -> Iterator[None]:
 def _loss(model: PreTrainedModel) -> Iterator[None]:
     def causal_lm_loss(logits: Tensor, *_: Any, shift_labels: Tensor | None = None, **__: Any) -> Tensor:
         if shift_labels is not _INPUTS.targets:
-            raise UnsupportedOp(f"the loss of {type(model).__name__} is not the causal language model loss of shifted labels")
-        return torch.ops.turbo_compile.causal_lm_loss.default(logits, _INPUTS.targets, _INPUTS.denominator)[0]
+            name = type(model).__name__
+            raise UnsupportedOp(f"the loss of {name} is not the causal language model loss of shifted labels")
+        loss, _lse = causal_lm_loss_op(logits, _INPUTS.targets, _INPUTS.denominator)
+        return loss
 
     before = model.__dict__.get("_loss_function")
     model.loss_function = causal_lm_loss
@@ -189,8 +198,7 @@ def _router_loss(
     assert _INPUTS.valid is not None
     valid = _INPUTS.valid.reshape(-1)
     layers = [layer if layer.dim() == 2 else layer.reshape(-1, layer.shape[-1]) for layer in gate_logits]
-    counts = torch.ops.turbo_compile.router_counts.default(layers, valid, top_k)
-    return torch.ops.turbo_compile.router_loss.default(layers, valid, counts)
+    return router_loss(layers, valid, router_counts(layers, valid, top_k))
 
 
 @contextlib.contextmanager
@@ -214,19 +222,25 @@ def _install_recorders(model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def _blocks(model: nn.Module) -> Iterator[None]:
+def _blocks(model: nn.Module, region: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     classes = {type(block) for block in block_modules(model).values()}
     if not classes:
-        raise CaptureError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its blocks cannot be told apart")
+        name = type(model).__name__
+        raise CaptureError(f"{name} has no GradientCheckpointingLayer, so its blocks cannot be told apart")
     with contextlib.ExitStack() as stack:
         for cls in classes:
-            stack.enter_context(_replaced(cls, "forward", _region(cls.forward)))
+            stack.enter_context(_replaced(cls, "forward", region(cls.forward)))
         for block in block_modules(model).values():
             stack.enter_context(_replaced(block, "gradient_checkpointing", False))
         yield
 
 
 def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
+    nested: Callable[..., Any] = torch.compiler.nested_compile_region(forward, max_reuse_entries=_ANY_NUMBER)
+    return nested
+
+
+def _recording_region(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A block's forward as a nested region that returns what hooks recorded inside it, instead of leaking it out."""
 
     def inside(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[Any]] | None]:
@@ -238,7 +252,7 @@ def _region(forward: Callable[..., Any]) -> Callable[..., Any]:
         collector.set(outer)
         return out, recorded
 
-    region = torch.compiler.nested_compile_region(inside, max_reuse_entries=4096)
+    region = torch.compiler.nested_compile_region(inside, max_reuse_entries=_ANY_NUMBER)
 
     def block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         out, recorded = region(self, *args, **kwargs)
@@ -279,28 +293,35 @@ def _unguarded(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_weights(model: nn.Module, dtypes: dict[str, torch.dtype], device: torch.device) -> Iterator[None]:
-    """Every parameter and buffer replaced by a fake one on `device`, parameters in `dtypes`: capture reads no weights."""
+    """Every parameter, in its dtype of `dtypes`, and every buffer a fake on `device`: capture reads no weights."""
     mode = _torch.FakeTensorMode(shape_env=_torch.ShapeEnv())
     made: dict[int, Any] = {}
     restore: list[tuple[dict[str, Any], str, Any]] = []
     with mode:
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for kind in (module._parameters, module._buffers):
-                for name, tensor in kind.items():
-                    if tensor is None or isinstance(tensor, _torch.FakeTensor):
-                        continue
-                    restore.append((kind, name, tensor))
-                    fqn = f"{prefix}.{name}" if prefix else name
-                    if id(tensor) not in made:
-                        dtype = dtypes.get(fqn, tensor.dtype)
-                        fake = torch.empty(tensor.shape, dtype=dtype, device=device)
-                        made[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if kind is module._parameters else fake
-                    kind[name] = made[id(tensor)]
+        for holder, name, fqn in _weights(model):
+            tensor = holder[name]
+            if isinstance(tensor, _torch.FakeTensor):
+                continue
+            restore.append((holder, name, tensor))
+            if id(tensor) not in made:
+                fake = torch.empty(tensor.shape, dtype=dtypes.get(fqn, tensor.dtype), device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if is_parameter else fake
+            holder[name] = made[id(tensor)]
     try:
         yield
     finally:
-        for kind, name, tensor in restore:
-            kind[name] = tensor
+        for holder, name, tensor in restore:
+            holder[name] = tensor
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Where each parameter and buffer is held, its name there, and its FQN; a shared one as often as it is held."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for holder in holders:
+            for name in [name for name, tensor in holder.items() if tensor is not None]:
+                yield holder, name, f"{prefix}.{name}" if prefix else name
 
 
 def compute_dtypes(model: PreTrainedModel, compute: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -311,7 +332,7 @@ def compute_dtypes(model: PreTrainedModel, compute: torch.dtype | None) -> dict[
     if compute is None:
         return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
     plan = model._get_dtype_plan(compute)
-    kept = [(re.compile(pattern), dtype) for pattern, dtype in ((_as_pattern(k), v) for k, v in plan.items())]
+    kept = [(re.compile(_as_pattern(name)), dtype) for name, dtype in plan.items()]
     dtypes = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         special = [dtype for pattern, dtype in kept if pattern.search(name)]
@@ -338,6 +359,3 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
-
-
-__all__ = ["NAME", "Inputs", "attention", "block_modules", "boundaries_installed", "compute_dtypes", "documents", "fake_weights", "loss", "router"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from turbo_compile import _torch, collectives, exchange
 from turbo_compile.errors import TurboCompileError
+from turbo_compile.ir.graphs import argument, placeholders
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
 from turbo_compile.ir.program import Compute, StepProgram, source
@@ -79,7 +82,7 @@ def without_reductions(graph: fx.Graph) -> fx.Graph:
 
 
 def _inputs(graph: fx.Graph | None) -> tuple[fx.Node, ...]:
-    return tuple(node for node in graph.nodes if node.op == "placeholder") if graph is not None else ()
+    return tuple(placeholders(graph)) if graph is not None else ()
 
 
 # --- segments --------------------------------------------------------------------------------------------------------
@@ -96,7 +99,7 @@ def _compile(compute: Compute, program: StepProgram, backend: str) -> tuple[Comp
 
 
 def _inductor(graph: fx.GraphModule, program: StepProgram, backward: bool) -> Compiled:
-    values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta["val"] for node in placeholders(graph.graph)]
     if not any(node.op == "call_function" for node in graph.graph.nodes):
         return _interpreted(graph, program, backward)  # nothing to compile: it hands its inputs on
     return _torch.compile_graph(graph, values, program.fake_mode, backward=backward)
@@ -172,10 +175,8 @@ class _Backward(nn.Module):
 
 def _orders(graph: fx.GraphModule) -> tuple[tuple[int, ...] | None, ...]:
     """For each placeholder, the dims from slowest to fastest in memory as it was traced; None for the usual order."""
-    orders = []
-    for node in graph.graph.nodes:
-        if node.op != "placeholder":
-            continue
+    orders: list[tuple[int, ...] | None] = []
+    for node in placeholders(graph.graph):
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor) or value.is_contiguous():
             orders.append(None)
@@ -243,18 +244,14 @@ class _Binder:
 
     def _take(self, graph: fx.Graph, env: dict[fx.Node, fx.Node], nodes: list[fx.Node]) -> None:
         """What backward alone still needs arrives in a list of one, so that it is freed after its last use."""
-        last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
         for node in nodes:
-            with graph.inserting_after(last[0]):
+            with graph.inserting_after(placeholders(graph)[-1]):
                 value = graph.call_function(take, (env[node],))
-            env[node].replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
+            env[node].replace_all_uses_with(value, delete_user_cb=partial(operator.is_not, value))
 
     def _widths(self, call: fx.Node) -> list[int]:
         """Parameters in each group of a call."""
-        widths = []
-        for argument in call.meta["group_names"]:
-            widths.append(len(argument))
-        return widths
+        return [len(names) for names in call.meta["group_names"]]
 
     def _segment(self, call: fx.Node) -> nn.Module:
         compute = self.program.compute_of(call)
@@ -266,8 +263,9 @@ class _Binder:
 
     def _collective(self, node: fx.Node) -> nn.Module:
         if node.target is collectives.wait:
-            return exchange.WAITS[node.args[0].target](**self._facts(node.args[0]))  # type: ignore[union-attr, index]
-        return exchange.STARTS[node.target](**self._facts(node))  # type: ignore[index]
+            start: fx.Node = argument(node)
+            return exchange.WAITS[start.target](**self._facts(start))
+        return exchange.STARTS[node.target](**self._facts(node))
 
     def _facts(self, node: fx.Node) -> dict[str, Any]:
         fqns = node.meta.get("fqns", ())
@@ -282,7 +280,4 @@ class _Binder:
 
 
 def _arguments(call: fx.Node) -> tuple[Any, ...]:
-    return tuple(() if argument is None else argument for argument in call.args)
-
-
-__all__ = ["BACKENDS", "Executable", "lower"]
+    return tuple(() if value is None else value for value in call.args)

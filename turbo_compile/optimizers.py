@@ -28,7 +28,7 @@ _installed = False
 def watch(
     dead: Iterable[Tensor], live: Iterable[Tensor], pending: Callable[[], bool], drop: Callable[[], None]
 ) -> None:
-    """Check every optimizer step against these parameters; `drop` is called when an optimizer zeroes `live` gradients."""
+    """Check every optimizer step against these parameters; an optimizer that zeroes `live` gradients calls `drop`."""
     _DEAD.update((id(tensor), weakref.ref(tensor)) for tensor in dead)
     _LIVE.update((id(tensor), (weakref.ref(tensor), pending, drop)) for tensor in live)
     _install()
@@ -66,7 +66,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             raise TurboCompileError(f"{name} does not work on sharded parameters: {reason}; AdamW, Adagrad or Muon do")
     if any(pending() for pending in set(owned)):
         raise TurboCompileError(
-            f"{name}.step() while gradients of no_sync are pending: run the last backward outside no_sync, or zero_grad()"
+            f"{name}.step() while gradients of no_sync are pending: "
+            "run the last backward outside no_sync, or zero_grad()"
         )
 
 

@@ -26,9 +26,6 @@ class Sharded:
     exported: dict[str, torch.dtype]
     tied: dict[str, str]
 
-    def locals(self) -> dict[str, Tensor]:
-        return {fqn: parameter._local_tensor for fqn, parameter in self.parameters.items()}  # type: ignore[attr-defined]
-
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> the name of its owner, the first that has it."""
@@ -46,11 +43,10 @@ def shard_parameters(
     tied = tied_names(model)
     exported = {fqn: p.dtype for fqn, p in model.named_parameters()}
     sharded = Sharded(axes, layouts, {}, exported, tied)
-    made: dict[int, nn.Parameter] = {}
     if any(p.is_meta for p in model.parameters()):
-        _initialise(model, sharded, masters, made)
+        _initialise(model, sharded, masters)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        _shard_module(prefix, module, sharded, masters, made)
+        _shard_module(prefix, module, sharded, masters)
     for fqn, owner in tied.items():
         parent, _, name = fqn.rpartition(".")
         model.get_submodule(parent)._parameters[name] = sharded.parameters[owner]
@@ -61,9 +57,7 @@ def shard_parameters(
     return sharded
 
 
-def _shard_module(
-    prefix: str, module: nn.Module, sharded: Sharded, masters: dict[str, torch.dtype], made: dict[int, nn.Parameter]
-) -> None:
+def _shard_module(prefix: str, module: nn.Module, sharded: Sharded, masters: dict[str, torch.dtype]) -> None:
     for name, parameter in module._parameters.items():
         fqn = f"{prefix}.{name}" if prefix else name
         if parameter is None or sharded.tied.get(fqn) != fqn or isinstance(parameter.data, DTensor):
@@ -86,9 +80,7 @@ def from_local(local: Tensor, axes: Axes, layout: Layout) -> DTensor:
     placement: Placement = Shard(0) if layout.sharded else Replicate()
     placements = [Replicate(), placement] if axes.replicated else [placement]
     stride = torch.empty(layout.shape, device="meta").stride()
-    return DTensor.from_local(
-        local, axes.parameters, placements, run_check=False, shape=layout.shape, stride=stride
-    )
+    return DTensor.from_local(local, axes.parameters, placements, run_check=False, shape=layout.shape, stride=stride)
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -148,9 +140,7 @@ def accept_full_tensors(model: nn.Module, sharded: Sharded) -> None:
 # --- meta ------------------------------------------------------------------------------------------------------------
 
 
-def _initialise(
-    model: PreTrainedModel, sharded: Sharded, masters: dict[str, torch.dtype], made: dict[int, nn.Parameter]
-) -> None:
+def _initialise(model: PreTrainedModel, sharded: Sharded, masters: dict[str, torch.dtype]) -> None:
     """Initialise a model that is on meta, in the order transformers does, each module whole only while it is filled.
 
     Every rank starts from rank 0's random state, so that all fill the same values.
@@ -164,23 +154,23 @@ def _initialise(
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if not own:
             return
-        _materialise(names[id(module)], module, sharded)
+        _materialise(module, sharded.axes.device)
         module._is_hf_initialized = False  # type: ignore[assignment]
         root._initialize_weights(module)
-        _shard_module(names[id(module)], module, sharded, masters, made)
+        _shard_module(names[id(module)], module, sharded, masters)
 
     with torch.no_grad():
         visit(model, model)
 
 
-def _materialise(prefix: str, module: nn.Module, sharded: Sharded) -> None:
+def _materialise(module: nn.Module, device: torch.device) -> None:
     """Storage for a module's own meta tensors; parameters tied to another module's stay on meta, replaced later."""
-    for kind in (module._parameters, module._buffers):
-        for name, tensor in kind.items():
-            if tensor is None or not tensor.is_meta:
-                continue
-            empty = torch.empty_like(tensor, device=sharded.axes.device)
-            kind[name] = nn.Parameter(empty, tensor.requires_grad) if kind is module._parameters else empty
+    holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for holder in holders:
+        for name, tensor in holder.items():
+            if tensor is not None and tensor.is_meta:
+                empty = torch.empty_like(tensor, device=device)
+                holder[name] = nn.Parameter(empty, tensor.requires_grad) if holder is module._parameters else empty
 
 
 def _share_random_state(axes: Axes) -> None:

@@ -32,13 +32,13 @@ def agree(what: str, tokens: int, error: Exception | None, device: torch.device)
         return [tokens]
     rank, store = dist.get_rank(), _torch.default_store()
     mine = torch.tensor([_digest(what if error is None else "error"), tokens], dtype=torch.long, device=device)
-    everyone = torch.empty(world * 2, dtype=torch.long, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(world)]
     if error is not None:
         store.set(f"{_FAILURE}/batch/{rank}", str(error))
-    dist.all_gather_into_tensor(everyone, mine)
+    dist.all_gather(everyone, mine)
     if error is not None:
         raise error
-    digests, counts = everyone.view(world, 2).T.tolist()
+    digests, counts = torch.stack(everyone).T.tolist()
     if _digest("error") in digests:
         failed = digests.index(_digest("error"))
         raise RankError(f"rank {failed} stopped: {store.get(f'{_FAILURE}/batch/{failed}').decode()}")

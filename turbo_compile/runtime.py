@@ -44,6 +44,7 @@ class Runtime:
     pending: dict[str, Tensor]
     executables: dict[Signature, Executable] = field(default_factory=dict)
     synchronised: bool = True
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     @property
     def axes(self) -> Axes:
@@ -57,27 +58,21 @@ class Runtime:
         executable = self._executable(signature, batch)
         state = _State(self, executable, self._fields(batch, counts))
         with failing_together("the forward"):
-            if signature.differentiable:
-                results = _Step.apply(state, *self.sharded.parameters.values())
-            else:
-                results = state.forward()
+            results = _Step.apply(state, self.anchor) if signature.differentiable else state.forward()
         return self._output(dict(zip(signature.outputs, results, strict=True)), batch)
 
-    def _read(self, arguments: dict[str, Any]) -> tuple[Batch | None, list[int]]:  # type: ignore[return]
+    def _read(self, arguments: dict[str, Any]) -> tuple[Batch, list[int]]:
         """This rank's batch, after all ranks agreed that theirs fits it."""
-        batch, error = None, None
         try:
             batch = read_batch(arguments, self.model.config, self.axes.device, self.vocabulary)
-        except Exception as problem:
-            error = problem
-        what = ""
-        if batch is not None:
-            keys = ", ".join(key for key in batch.keys if key != "attention_mask")
-            mode = "train" if self.model.training else "eval"
-            grad = "" if torch.is_grad_enabled() else ", no_grad"
-            sync = "" if self.synchronised else ", no_sync"
-            what = f"{keys} ({mode}{grad}{sync})"
-        return batch, agree(what, batch.tokens if batch is not None else 0, error, self.axes.device)
+        except Exception as error:
+            agree("", 0, error, self.axes.device)  # tells the other ranks
+            raise
+        keys = ", ".join(key for key in batch.keys if key != "attention_mask")
+        mode = "train" if self.model.training else "eval"
+        grad = "" if torch.is_grad_enabled() else ", no_grad"
+        sync = "" if self.synchronised else ", no_sync"
+        return batch, agree(f"{keys} ({mode}{grad}{sync})", batch.tokens, None, self.axes.device)
 
     def _signature(self, batch: Batch) -> Signature:
         trainable = frozenset(fqn for fqn, p in self.sharded.parameters.items() if p.requires_grad)
@@ -130,13 +125,13 @@ class Runtime:
         self.pending.clear()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before, on all ranks."""
+        """Scale all gradients so that their global norm is at most `max_norm`; returns what it was, on all ranks."""
         layouts = self.sharded.layouts
         split: list[Tensor] = []
         whole: list[Tensor] = []
         for fqn, parameter in self.sharded.parameters.items():
             if parameter.grad is not None:
-                (split if layouts[fqn].sharded else whole).append(parameter.grad._local_tensor)
+                (split if layouts[fqn].sharded else whole).append(_torch.local_of(parameter.grad))
         norm = self._norm(split, whole, float(norm_type))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradients in (split, whole):
@@ -164,7 +159,7 @@ class Runtime:
         return torch.stack(norms).pow(p).sum()
 
     def save_pretrained(self, save_directory: Any, **keywords: Any) -> None:
-        """Write a Hugging Face checkpoint. All ranks call it, and rank 0 writes, each weight in the dtype it came with."""
+        """Write a Hugging Face checkpoint, weights in the dtype they came with. All ranks call it; rank 0 writes."""
         writes = self.axes.rank == 0
         with gathered(self.model, self.sharded, keep=writes):
             if writes:
@@ -239,7 +234,7 @@ class _State:
 
     def _group(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
         parameters = self.runtime.sharded.parameters
-        return tuple(parameters[fqn]._local_tensor for fqn in names)  # type: ignore[attr-defined]
+        return tuple(_torch.local_of(parameters[fqn]) for fqn in names)
 
     def tangent(self, name: str, tangent: Tensor | None) -> Tensor:
         """A caller's tangent as the step wants it: of the loss as it is; of logits averaged over the ranks' batches."""
@@ -268,14 +263,16 @@ class _State:
                 arguments.append([tangents[found.names[0]]])
             else:
                 arguments.append(self._group(found.names))
+        run = self.executable.backward if self.synchronised else self.executable.backward_unreduced
+        assert run is not None
         with torch.no_grad():
+            gradients = run(*arguments)
             if not self.synchronised:
-                self._defer(self.executable.backward_unreduced(*arguments))
+                self._defer(gradients)
                 return {}
-            reduced = self.executable.backward(*arguments)
         self.runtime.pending.clear()
         groups = self.executable.program.gradient_groups
-        return {fqn: t for names, ts in zip(groups, reduced, strict=True) for fqn, t in zip(names, ts, strict=True)}
+        return {fqn: t for names, ts in zip(groups, gradients, strict=True) for fqn, t in zip(names, ts, strict=True)}
 
     def _defer(self, unreduced: tuple[tuple[Tensor, ...], ...]) -> None:
         pending = self.runtime.pending
@@ -289,59 +286,78 @@ class _State:
 
 
 class _Step(torch.autograd.Function):
-    """The one autograd node of a call: parameters in, outputs out; its backward runs the backward graph."""
+    """The one autograd node of a call. Its backward runs the backward graph and leaves each parameter its gradient.
+
+    Parameters are not its inputs: handing a DTensor through autograd costs more Python than all the rest of a step. The
+    node hangs on an anchor, and `_leave` does what autograd does at a leaf, hooks included.
+    """
 
     @staticmethod
-    def forward(ctx: Any, state: _State, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, state: _State, anchor: Tensor) -> tuple[Tensor, ...]:
         results = state.forward()
         ctx.state = state
-        names = state.executable.program.outputs
-        differentiable = state.executable.program.differentiable
-        ctx.mark_non_differentiable(*(r for name, r in zip(names, results, strict=True) if name not in differentiable))
+        program = state.executable.program
+        still = (r for name, r in zip(program.outputs, results, strict=True) if name not in program.differentiable)
+        ctx.mark_non_differentiable(*still)
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[None, None]:
         state: _State = ctx.state
         program = state.executable.program
         given = {name: t for name, t in zip(program.outputs, tangents, strict=True) if name in program.differentiable}
         with failing_together("the backward"):
             gradients = state.backward({name: state.tangent(name, t) for name, t in given.items()})
-        out: list[Any] = [None]
-        for fqn, parameter in state.runtime.sharded.parameters.items():
-            gradient = gradients.get(fqn)
-            if gradient is None:
-                out.append(None)
-            else:
-                out.append(_torch.dtensor_like(gradient.to(parameter.dtype), parameter.data))
-        return tuple(out)
+        parameters = state.runtime.sharded.parameters
+        for fqn, gradient in gradients.items():
+            _leave(parameters[fqn], gradient)
+        return None, None
+
+
+def _leave(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Accumulate this rank's part of a gradient into `parameter.grad`, calling the hooks a leaf has."""
+    if gradient.dtype != parameter.dtype:
+        gradient = gradient.to(parameter.dtype)
+    before, after = _torch.gradient_hooks(parameter)
+    if before:
+        whole = _torch.dtensor_like(gradient, parameter)
+        for hook in before:
+            changed = hook(whole)
+            whole = whole if changed is None else changed
+        gradient = _torch.local_of(whole)
+    if parameter.grad is None:
+        parameter.grad = _torch.dtensor_like(gradient, parameter)
+    else:
+        _torch.local_of(parameter.grad).add_(gradient)
+    for hook in after:
+        hook(parameter)
 
 
 # --- the model the user holds ----------------------------------------------------------------------------------------
 
 
 def attach(runtime: Runtime, dead: list[Tensor]) -> None:
-    """Make `runtime.model` run compiled: same object, class and names; new forward and the methods of a sharded model."""
+    """Make `runtime.model` run compiled: the same object, class and names, with a new forward and new methods."""
     model = runtime.model
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def forward(*positional: Any, **keywords: Any) -> Any:
         return runtime(**dict(zip(names, positional, strict=False)), **keywords)
 
-    model.forward = forward  # type: ignore[method-assign]
-    model.no_sync = runtime.no_sync  # type: ignore[assignment]
-    model.clip_grad_norm_ = runtime.clip_grad_norm_  # type: ignore[assignment]
-    model.save_pretrained = runtime.save_pretrained  # type: ignore[method-assign]
-    model.generate = runtime.generate  # type: ignore[method-assign, assignment]
-    model.gradient_checkpointing_enable = runtime.gradient_checkpointing_enable  # type: ignore[method-assign]
+    model.forward = forward
+    model.no_sync = runtime.no_sync
+    model.clip_grad_norm_ = runtime.clip_grad_norm_
+    model.save_pretrained = runtime.save_pretrained
+    model.generate = runtime.generate
+    model.gradient_checkpointing_enable = runtime.gradient_checkpointing_enable
     zero_grad = model.zero_grad
 
     def zero_and_drop(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         runtime.drop_pending()
 
-    model.zero_grad = zero_and_drop  # type: ignore[method-assign]
+    model.zero_grad = zero_and_drop
     model.__dict__["_turbo_compile_runtime"] = runtime
     accept_full_tensors(model, runtime.sharded)
     _guard_submodules(model)
@@ -351,6 +367,12 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
 
 def is_compiled(model: nn.Module) -> bool:
     return "_turbo_compile_runtime" in model.__dict__
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime behind a compiled model's forward."""
+    found: Runtime = model.__dict__["_turbo_compile_runtime"]
+    return found
 
 
 def _guard_submodules(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ start(s) <= t <= s that are not padded; otherwise it sees the unpadded keys of i
 shows it. Queries that see nothing give zeros, lse = -inf (their sink, with sinks), and no gradient.
 
 p = dropout(exp(logit - lse)), logit = softcap * tanh(scale * q.k / softcap), lse = log(sum of exp(logit), exp(sink)).
+`seed` is a 0-d int64 on the device of q; each use of dropout needs its own (counter_random.fork).
 
 Strides do not follow the inputs': `out` and `lse` are contiguous, gradients of q, k and v are stored [B,S,heads,width].
 """

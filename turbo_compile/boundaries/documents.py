@@ -50,3 +50,6 @@ def mask_layout(layout: Tensor, causal: bool, window: int | None) -> Tensor:
 @mask_layout.register_fake
 def _(layout: Tensor, causal: bool, window: int | None) -> Tensor:
     return torch.empty_like(layout)
+
+
+mask_layout_op = torch.ops.turbo_compile.mask_layout.default  # what a graph holds, and what traced code calls

@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from turbo_compile import _torch
 from turbo_compile.errors import InvalidProgram, UnsupportedOp
+from turbo_compile.ir.graphs import output_node, placeholders, results_of, set_results
 from turbo_compile.ir.program import Compute, Segment
 from turbo_compile.ir.segments import clone_module
 
@@ -40,10 +41,14 @@ class Joint:
     outputs: int
     tangents: tuple[int, ...]
 
+    def named(self, mode: str) -> str:
+        """What its compute in `mode` is called."""
+        return f"{self.name}_{mode}" if self.tangents else self.name
+
     def partition(self, mode: str) -> Compute:
         """The segment cut for `mode`: none keeps matmul and attention outputs, selective attention outputs and
         dispatched rows, full only the inputs."""
-        name = f"{self.name}_{mode}" if self.tangents else self.name
+        name = self.named(mode)
         whole = Compute(name, self.graph, None, self.parameters, self.inputs, self.outputs)
         if not self.tangents:
             return whole
@@ -51,8 +56,7 @@ class Joint:
         _tag(graph, self.parameters, mode)
         forward, backward = _torch.partition_joint(graph, self.outputs)
         saved, values = self._saved(forward, backward)
-        output = _output(forward)
-        output.args = ((*output.args[0][: self.outputs], *values),)  # type: ignore[index]
+        set_results(forward.graph, (*results_of(forward.graph)[: self.outputs], *values))
         forward.graph.eliminate_dead_code()
         forward.recompile()
         gradients = self._gradients(backward)
@@ -62,15 +66,16 @@ class Joint:
 
     def gradient_positions(self) -> set[int]:
         """The placeholders of the segment that get a gradient, whatever the mode."""
-        return {i for i, result in enumerate(_output(self.graph).args[0][self.outputs :]) if result is not None}  # type: ignore[index]
+        gradients = results_of(self.graph.graph)[self.outputs :]
+        return {i for i, gradient in enumerate(gradients) if gradient is not None}
 
     def _saved(self, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[tuple[Any, ...], list[fx.Node]]:
         """Where each saved input of the backward comes from, and the forward nodes that become new outputs."""
-        position = {node.name: i for i, node in enumerate(_placeholders(forward))}
-        available = {node.name: node for node in _output(forward).args[0][self.outputs :]}  # type: ignore[index]
+        position = {node.name: i for i, node in enumerate(placeholders(forward.graph))}
+        available = {node.name: node for node in results_of(forward.graph)[self.outputs :]}
         saved: list[tuple[str, int]] = []
         values: list[fx.Node] = []
-        for node in _placeholders(backward)[: -len(self.tangents) or None]:
+        for node in placeholders(backward.graph)[: -len(self.tangents) or None]:
             if node.name in position:
                 index = position[node.name]
                 parameter = index < self.parameters
@@ -84,33 +89,32 @@ class Joint:
 
     def _gradients(self, backward: fx.GraphModule) -> tuple[Any, ...]:
         """Which inputs get a gradient; the backward's output is cut down to those."""
-        output = _output(backward)
-        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        results = results_of(backward.graph)
         kept = [i for i, result in enumerate(results) if result is not None]
-        output.args = (tuple(results[i] for i in kept),)
+        set_results(backward.graph, tuple(results[i] for i in kept))
         backward.recompile()
         return tuple(("parameter", i) if i < self.parameters else ("input", i - self.parameters) for i in kept)
 
 
-def trace_joint(
-    name: str, segment: Segment, requires: Sequence[bool], needed: Sequence[bool], mode: Any
-) -> Joint:
-    """The joint graph of `segment` with gradients for the inputs that `requires` names, from the outputs in `needed`."""
+def trace_joint(name: str, segment: Segment, requires: Sequence[bool], needed: Sequence[bool], mode: Any) -> Joint:
+    """The joint graph of `segment`, with gradients of the outputs in `needed` for the placeholders in `requires`."""
     module = clone_module(segment.module)
     _detach_outputs(module, needed)
-    joint, facts = _export(name, module, segment, requires, mode)
+    joint, facts = _export(module, segment, requires, mode)
     aliased = [i for i, info in enumerate(facts.output_info) if info.output_type.name not in _OWN_STORAGE]
     if aliased:
         _clone_outputs(module, aliased)
-        joint, facts = _export(name, module, segment, requires, mode)
+        joint, facts = _export(module, segment, requires, mode)
     if facts.num_mutated_inp_runtime_indices:
         raise UnsupportedOp(f"segment {name} writes to one of its inputs in place, which has no rule")
-    placeholders = sum(node.op == "placeholder" for node in segment.module.graph.nodes)
+    inputs = len(placeholders(segment.module.graph)) - segment.parameters
     tangents = tuple(i for i, info in enumerate(facts.output_info) if info.requires_grad and any(requires))
-    return Joint(name, joint, segment.parameters, placeholders - segment.parameters, len(facts.output_info), tangents)
+    return Joint(name, joint, segment.parameters, inputs, len(facts.output_info), tangents)
 
 
-def _export(name: str, module: fx.GraphModule, segment: Segment, requires: Sequence[bool], mode: Any) -> tuple[fx.GraphModule, Any]:
+def _export(
+    module: fx.GraphModule, segment: Segment, requires: Sequence[bool], mode: Any
+) -> tuple[fx.GraphModule, Any]:
     fakes = []
     for value, wanted in zip(segment.values(), requires, strict=True):
         if isinstance(value, torch.Tensor):
@@ -124,33 +128,31 @@ def _export(name: str, module: fx.GraphModule, segment: Segment, requires: Seque
 
 def _detach_outputs(module: fx.GraphModule, needed: Sequence[bool]) -> None:
     """Cut the gradient of outputs that nobody differentiates; give a returned input a tensor of its own."""
-    output = _output(module)
-    results = list(output.args[0])  # type: ignore[arg-type]
-    with module.graph.inserting_before(output):
+    results = list(results_of(module.graph))
+    with module.graph.inserting_before(output_node(module.graph)):
         for i, wanted in enumerate(needed):
             if isinstance(results[i], fx.Node) and results[i].op == "placeholder":
                 results[i] = module.graph.call_method("clone", (results[i],))
             if isinstance(results[i], fx.Node) and not wanted:
                 results[i] = module.graph.call_method("detach", (results[i],))
-    output.args = (tuple(results),)
+    set_results(module.graph, tuple(results))
     module.recompile()
 
 
 def _clone_outputs(module: fx.GraphModule, indices: Sequence[int]) -> None:
-    output = _output(module)
-    results = list(output.args[0])  # type: ignore[arg-type]
-    with module.graph.inserting_before(output):
+    results = list(results_of(module.graph))
+    with module.graph.inserting_before(output_node(module.graph)):
         for i in indices:
             results[i] = module.graph.call_method("clone", (results[i],))
-    output.args = (tuple(results),)
+    set_results(module.graph, tuple(results))
     module.recompile()
 
 
 def _tag(graph: fx.GraphModule, parameters: int, mode: str) -> None:
     """Tell the partitioner what to save: `mode`'s choice, and nothing that parameters alone determine."""
-    placeholders = _placeholders(graph)
-    derived = set(placeholders[:parameters])
-    backward = {node for node in placeholders if node.name.startswith("tangents")}
+    inputs = placeholders(graph.graph)
+    derived = set(inputs[:parameters])
+    backward = {node for node in inputs if node.name.startswith("tangents")}
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
@@ -168,11 +170,3 @@ def _tag(graph: fx.GraphModule, parameters: int, mode: str) -> None:
 
 def _op(node: fx.Node) -> str:
     return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def _output(module: fx.GraphModule) -> fx.Node:
-    return next(node for node in reversed(module.graph.nodes) if node.op == "output")

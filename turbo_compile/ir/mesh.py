@@ -47,7 +47,9 @@ def build_axes(mesh: Mesh, device: torch.device) -> Axes:
         parameters = init_device_mesh(device.type, (mesh.shard,), mesh_dim_names=("shard",))
     else:
         parameters = init_device_mesh(device.type, (mesh.dp, mesh.shard), mesh_dim_names=("dp", "shard"))
-    groups = {"world": dist.group.WORLD, "shard": parameters.get_group("shard")}
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    groups = {"world": everyone, "shard": parameters.get_group("shard")}
     if mesh.dp > 1:
         groups["dp"] = parameters.get_group("dp")
     return Axes(
@@ -61,7 +63,7 @@ def build_axes(mesh: Mesh, device: torch.device) -> Axes:
             "fsdp": rank % mesh.shard // mesh.sp,
             "sp": rank % mesh.sp,
         },
-        groups=groups,  # type: ignore[arg-type]
+        groups=groups,
     )
 
 

@@ -1,6 +1,7 @@
 """Names for the values of the outer graphs, by the part each plays, so that a pass renames nothing it did not make.
 
-    %w3 parameters of block 3    %g3 gathered    %h3 what block 3 reads    %s3 its saved bundle    %dh3, %dw3 gradients    %r3 reduced
+    %w3 the parameters of block 3    %g3 gathered    %h3 what block 3 reads    %s3 what it saves
+    %dw3, %dh3 their gradients       %r3 %dw3 reduced
 
 What belongs to no block carries its call's name: %w.prologue. Forward and backward share names for what they share.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from turbo_compile.ir.graphs import placeholders, results_of
 from turbo_compile.ir.program import Call, Program, StepProgram, source, split_groups
 
 _GATHERED = {"all_gather": "g", "reduce_scatter": "r"}
@@ -32,11 +34,6 @@ def collective(node: fx.Node) -> str:
 
 def adds_gradients(node: fx.Node) -> bool:
     return node.target is operator.add or getattr(node.target, "__name__", "") == "add_gradients"
-
-
-def output_of(graph: fx.Graph) -> Any:
-    """What an outer graph returns."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
 
 
 def calls_of(graph: fx.Graph) -> list[fx.Node]:
@@ -122,13 +119,13 @@ class _Forward(_Names):
         """%h3 is what block 3 reads of the call nearest before it: the hidden states."""
         order = {call: index for index, call in enumerate(self.calls.values())}
         for call in self.calls.values():
-            made = [value for value in split_groups(call)[1] if isinstance(value, fx.Node) and value.args]
-            made = [value for value in made if value.target is operator.getitem and value.args[0] in order]
+            made = [(order[value.args[0]], value) for value in split_groups(call)[1] if _is_result(value)]
             if call.meta["call"].fqn in self.ordinal and made:
-                self.give(max(made, key=lambda value: order[value.args[0]]), f"h{self.suffix(call.meta['call'].fqn)}")
+                nearest = max(made, key=operator.itemgetter(0))
+                self.give(nearest[1], f"h{self.suffix(call.meta['call'].fqn)}")
 
     def _outputs(self) -> None:
-        results: Any = output_of(self.graph)
+        results: Any = results_of(self.graph)
         results = results if isinstance(self.program, Program) else results[0]
         for name, result in zip(self.program.outputs, results, strict=True):
             self.give(before_exchange(result), name)
@@ -138,7 +135,7 @@ class _Forward(_Names):
             self._placeholder(node)
         elif collective(node):
             self.exchange(node)
-        elif node.target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
+        elif _is_result(node):
             self._result(node)
         elif node.op == "call_function":
             reader = next((user for user in node.users if user.op == "call_module"), None)
@@ -183,9 +180,9 @@ class _Backward(_Names):
                 self.give(node, getattr(node.target, "__name__", "value").split(".")[0])
 
     def _placeholders(self) -> None:
-        _, bundles, kept = output_of(self.forward.graph)
+        _, bundles, kept = results_of(self.forward.graph)
         inherited = {"saved": iter(bundles), "kept": iter(kept)}
-        for node in (node for node in self.graph.nodes if node.op == "placeholder"):
+        for node in placeholders(self.graph):
             found = source(node)
             if found.kind in inherited:
                 self.give(node, self.forward.names[next(inherited[found.kind])])
@@ -219,6 +216,11 @@ class _Backward(_Names):
                 groups.append(self.forward.groups[names])
             start += len(names)
         return groups + [self.forward.names[inputs[index]] for kind, index in positions if kind == "input"]
+
+
+def _is_result(value: Any) -> bool:
+    """Whether an outer value is one result of a call."""
+    return isinstance(value, fx.Node) and value.target is operator.getitem and value.args[0].op == "call_module"  # type: ignore[union-attr]
 
 
 def _readers(group: fx.Node) -> list[fx.Node]:

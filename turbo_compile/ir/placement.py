@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from turbo_compile.ir.program import Parameter
 from turbo_compile.plans.plan import ParameterRule, Plan
 from turbo_compile.plans.ranges import match_globs
 
@@ -41,9 +40,7 @@ class Layout:
         return torch.Size((self.chunk * (self.ranks if self.sharded else 1), *self.shape[1:]))
 
 
-def layouts(
-    plan: Plan, parameters: Mapping[str, tuple[torch.Size, torch.dtype]], blocks: Iterable[str] = ()
-) -> dict[str, Layout]:
+def layouts(plan: Plan, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Layout]:
     """Where each parameter lies under `plan`: its rule, else sharded unless it is a scalar or below `replicate_below`.
 
     Raises:
@@ -60,9 +57,7 @@ def layouts(
     return placed
 
 
-def rules_by_parameter(
-    rules: Mapping[str, ParameterRule], parameters: Iterable[str]
-) -> dict[str, ParameterRule]:
+def rules_by_parameter(rules: Mapping[str, ParameterRule], parameters: Iterable[str]) -> dict[str, ParameterRule]:
     """The rule of each parameter that has one: a glob names parameters or modules, whose parameters it then covers."""
     parameters = list(parameters)
     paths = {path for fqn in parameters for path in _prefixes(fqn)}
@@ -73,11 +68,6 @@ def rules_by_parameter(
         if own:
             chosen[fqn] = own[-1]
     return chosen
-
-
-def layout_bytes(parameters: Iterable[Parameter]) -> int:
-    """Bytes of full parameters in the dtype compute wants."""
-    return sum(p.numel * p.dtype.itemsize for p in parameters)
 
 
 def _prefixes(fqn: str) -> list[str]:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import sympy
 import torch
 import torch.fx as fx
-from torch import nn
+
+from turbo_compile.ir.graphs import placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One use of a segment: the module it stands for (`model.layers.3`, or the segment's name) and its place in order."""
+    """One use of a segment: the module it stands for (`model.layers.3`, or the segment's name), and its turn."""
 
     fqn: str
     index: int
@@ -61,7 +62,7 @@ class Segment:
 
     def values(self) -> list[Any]:
         """Fake values of the placeholders, in order."""
-        return [node.meta["val"] for node in self.module.graph.nodes if node.op == "placeholder"]
+        return [node.meta["val"] for node in placeholders(self.module.graph)]
 
 
 @dataclass(slots=True)
@@ -133,12 +134,13 @@ class StepProgram:
     guards: tuple[sympy.Expr, ...] = ()
     differentiable: tuple[str, ...] = ()
     gradient_groups: tuple[tuple[str, ...], ...] = ()
-    kept_groups: tuple[str, ...] = ()
 
     def compute(self, joint: str, mode: str) -> Compute:
         """The compute of a joint graph in `mode`, partitioned once."""
-        made = self.joints[joint].partition(mode)
-        return self.computes.setdefault(made.name, made)
+        name = self.joints[joint].named(mode)
+        if name not in self.computes:
+            self.computes[name] = self.joints[joint].partition(mode)
+        return self.computes[name]
 
     def compute_of(self, call: fx.Node) -> Compute:
         """The compute a call of either graph uses."""
@@ -152,18 +154,11 @@ class StepProgram:
 def split_groups(call: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[Any, ...]]:
     """A call's leading group arguments, and the rest."""
     count = call.meta["groups"]
-    return tuple(call.args[:count]), tuple(call.args[count:])  # type: ignore[arg-type]
+    arguments: tuple[Any, ...] = call.args
+    return arguments[:count], arguments[count:]
 
 
 def source(node: fx.Node) -> Source:
     """What an outer placeholder stands for."""
     found: Source = node.meta["source"]
     return found
-
-
-def outer_root(segments: dict[str, nn.Module]) -> nn.Module:
-    """A module that owns the graphs an outer graph calls, so that `torch.fx` can look them up."""
-    root = nn.Module()
-    for name, module in segments.items():
-        root.add_module(name, module)
-    return root

@@ -1,6 +1,6 @@
-"""The text of a segment, or of the two graphs it is differentiated into: one op a line, with types and the model's line.
+"""The text of a segment, or of the two graphs it is differentiated into: an op a line, its type, the model's line.
 
-      %q_proj: bf16[B*S, 4096] = mm(%view, %permute)                               # modeling_qwen3.py:241
+For example:  %mm: bf16[B*S, 4096] = mm(%view, %permute)     # modeling_qwen3.py:241
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from turbo_compile.ir.names import calls_of, forward_of, group_names, output_of, value_names
+from turbo_compile.ir.graphs import placeholders, results_of
+from turbo_compile.ir.names import calls_of, forward_of, group_names, value_names
 from turbo_compile.ir.program import Call, Compute, Program, StepProgram, split_groups
 from turbo_compile.ir.segments import is_size, value_of
 from turbo_compile.ir.spelling import Spelling, dtype_name, expression_of
@@ -71,8 +72,8 @@ class _Body:
     def __init__(self, program: Program | StepProgram, module: fx.GraphModule) -> None:
         self.spelling = Spelling(program)
         self.graph = module.graph
-        self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self.results: tuple[Any, ...] = tuple(output_of(self.graph))
+        self.placeholders = placeholders(self.graph)
+        self.results: tuple[Any, ...] = tuple(results_of(self.graph))
         self.names: dict[fx.Node, str] = {}
         self.taken: set[str] = set()
         self.count: Counter[str] = Counter()
@@ -116,12 +117,13 @@ class _Body:
         yield _called(uses), ""
         yield "", ""
         words = {"parameter": "parameter, gathered again", "input": "saved input", "value": "saved value"}
-        for node, kind in zip(self.placeholders, [kind for kind, _ in compute.saved] + ["tangent"] * len(tangents), strict=True):
-            yield self._typed(node), words.get(kind, kind)
+        kinds = [words[kind] for kind, _ in compute.saved] + ["tangent"] * len(tangents)
+        for node, kind in zip(self.placeholders, kinds, strict=True):
+            yield self._typed(node), kind
         yield from self._ops()
-        for (kind, index), result in zip(compute.gradients, self.results, strict=True):
-            of = parameters[index] if kind == "parameter" else inputs[index]
-            yield f"  gradient of %{of}: {self._argument(result)}", kind
+        for (of_kind, index), result in zip(compute.gradients, self.results, strict=True):
+            of = parameters[index] if of_kind == "parameter" else inputs[index]
+            yield f"  gradient of %{of}: {self._argument(result)}", of_kind
 
     def _saved(self, compute: Compute, parameters: list[str], inputs: list[str]) -> Iterator[tuple[str, str]]:
         for kind, names, why in (("parameter", parameters, "gathered again"), ("input", inputs, "")):
@@ -131,8 +133,9 @@ class _Body:
         for node in self.results[compute.outputs :]:
             yield f"  saved value {self._typed(node).strip()}", model_line(node)
 
-    def _name(self, placeholders: Iterable[str]) -> None:
-        for node, name in zip(self.placeholders, placeholders, strict=True):
+    def _name(self, given: Iterable[str]) -> None:
+        """Name the placeholders as `given`, then every value."""
+        for node, name in zip(self.placeholders, given, strict=True):
             self.names[node] = self._fresh(name)
         for node in self.graph.nodes:
             if node.op in ("placeholder", "output") or is_size(node):
@@ -186,8 +189,8 @@ class _Body:
         if isinstance(argument, (list, tuple)):
             return f"[{', '.join(self._argument(item) for item in argument)}]"
         if isinstance(argument, slice):
-            bounds = (argument.start, argument.stop, argument.step)
-            return ":".join("" if bound is None else self._argument(bound) for bound in bounds[: 2 + (bounds[2] is not None)])
+            bounds = [argument.start, argument.stop, *([] if argument.step is None else [argument.step])]
+            return ":".join("" if bound is None else self._argument(bound) for bound in bounds)
         if isinstance(argument, torch.dtype):
             return dtype_name(argument)
         if isinstance(argument, torch.device):
@@ -224,10 +227,8 @@ def _calls_by_target(program: Program | StepProgram) -> dict[str, list[fx.Node]]
     return found
 
 
-def _argument_names(
-    call: fx.Node, names: dict[fx.Node, str], blocks: tuple[str, ...]
-) -> tuple[list[str], list[str]]:
-    """What a segment's parameters and inputs are called: FQNs cut to their last parts, outer names less a block's number."""
+def _argument_names(call: fx.Node, names: dict[fx.Node, str], blocks: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """What a segment's parameters and inputs are called: FQNs cut to their end, outer names less a block's number."""
     fqns = [fqn for group in group_names(call) for fqn in group]
     inputs = [names[argument] for argument in split_groups(call)[1]]
     if call.meta["call"].fqn in blocks:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import nn
 
-Value = torch.Tensor | torch.SymInt | int
+from turbo_compile._torch import OpOverload
+from turbo_compile.ir.graphs import placeholders, results_of, set_results
 
 
 def value_of(node: fx.Node) -> Any:
@@ -21,14 +22,22 @@ def value_of(node: fx.Node) -> Any:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is an integer or a tuple of integers: recomputed where it is used, never passed between segments."""
+    """Whether a node is an integer or a tuple of them: recomputed where it is used, never passed between segments."""
     value = value_of(node)
     if isinstance(value, (tuple, list)):
         return all(isinstance(item, (int, torch.SymInt)) for item in value)
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-_WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior)
+_WRITES = (
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.iand,
+    operator.ior,
+)
 
 
 def writes(node: fx.Node) -> bool:
@@ -37,7 +46,7 @@ def writes(node: fx.Node) -> bool:
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op != "call_function":
         return False
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.target._schema.is_mutable
     name = getattr(node.target, "__name__", "")
     inplace = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
@@ -54,7 +63,9 @@ def eliminate_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def extract(nodes: Sequence[fx.Node], parameters: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+def extract(
+    nodes: Sequence[fx.Node], parameters: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node]]:
     """`nodes` as a graph of their own: `parameters` first, then every other tensor they read, in order of use.
 
     Returns the graph module and the outer nodes that feed its inputs. Sizes computed outside are recomputed inside,
@@ -107,18 +118,26 @@ def _size(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], inputs: I
     return env[node]
 
 
-def reorder(module: fx.GraphModule, first: Callable[[int], bool]) -> fx.GraphModule:
-    """The same graph with the placeholders whose position satisfies `first` moved to the front, order kept."""
-    old = [node for node in module.graph.nodes if node.op == "placeholder"]
-    order = [i for i in range(len(old)) if first(i)] + [i for i in range(len(old)) if not first(i)]
+def reorder(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
+    """The same graph with its placeholders in `order`."""
+    old = placeholders(module.graph)
     graph = fx.Graph()
-    env = {}
-    for i in order:
-        env[old[i]] = graph.node_copy(old[i])
+    env: dict[fx.Node, fx.Node] = {}
+    for index in order:
+        env[old[index]] = graph.node_copy(old[index])
+        env[old[index]].meta["val"] = value_of(old[index])
     for node in module.graph.nodes:
         if node.op != "placeholder":
             env[node] = graph.node_copy(node, lambda argument: env[argument])
     return fx.GraphModule(module, graph)
+
+
+def keep_outputs(module: fx.GraphModule, indices: Sequence[int]) -> None:
+    """Return only the outputs at `indices`, and compute no others."""
+    results = results_of(module.graph)
+    set_results(module.graph, tuple(results[index] for index in indices))
+    eliminate_dead(module.graph)
+    module.recompile()
 
 
 def fingerprint(module: fx.GraphModule) -> str:

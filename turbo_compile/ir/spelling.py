@@ -1,4 +1,4 @@
-"""How values are spelled in text: dtypes in three letters, sizes in B and S, bytes with a unit; the same on every rank."""
+"""How values are spelled in text: short dtypes, sizes in B and S, bytes with a unit; the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Spelling:
-    """Spells sizes of one program: its batch symbol as B, its sequence symbol as S, any other as n1, n2 by first use."""
+    """Spells the sizes of one program: its batch symbol B, its sequence symbol S, any other n1, n2 by first use."""
 
     def __init__(self, program: Program | StepProgram) -> None:
         self.symbols: dict[sympy.Basic, sympy.Symbol] = {}
@@ -49,14 +49,13 @@ class Spelling:
             return f"({', '.join(self.type(item) for item in value)})"
         return self.size(value)
 
-    def bytes(self, tensors: Iterable[torch.Tensor]) -> str:
-        """The bytes of tensors together: `1.5 KiB/token` where they grow with B*S, else a term each."""
-        total = sum((self._bytes_of(tensor) for tensor in tensors), sympy.Integer(0))
-        return _terms(sympy.expand(total)) if total != 0 else "0 B"
-
-    def _bytes_of(self, tensor: torch.Tensor) -> sympy.Expr:
-        sizes = [self._renamed(sympy.sympify(expression_of(dim))) for dim in tensor.shape]
-        return sympy.Mul(tensor.dtype.itemsize, *sizes)
+    def bytes(self, tensors: Iterable[torch.Tensor]) -> sympy.Expr:
+        """The bytes of tensors together, in B and S."""
+        total = sympy.Integer(0)
+        for tensor in tensors:
+            sizes = [self._renamed(sympy.sympify(expression_of(dim))) for dim in tensor.shape]
+            total += sympy.Mul(tensor.dtype.itemsize, *sizes)
+        return sympy.expand(total)
 
     def _renamed(self, expression: sympy.Basic) -> Any:
         for symbol in sorted(expression.free_symbols - set(self.symbols), key=str):
@@ -98,8 +97,11 @@ def gradient_size(parameters: Iterable[Parameter]) -> str:
     return f"{len(members)} gradient{'s' * (len(members) != 1)}, {count} elements"
 
 
-def _terms(total: sympy.Expr) -> str:
+def symbolic_bytes(total: sympy.Expr) -> str:
+    """`1.5 KiB/token + 12 B`: bytes that grow with B*S, and what is left, a term each."""
     token = sympy.Symbol("B") * sympy.Symbol("S")
+    if total == 0:
+        return "0 B"
     terms = sorted((term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(total)), key=str)
     parts = []
     for rest, count in sorted(terms, key=lambda term: (term[0] != token, term[0] == 1)):

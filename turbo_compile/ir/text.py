@@ -18,17 +18,17 @@ import torch
 import torch.fx as fx
 
 from turbo_compile.ir.elide import Line, elide_repeats
+from turbo_compile.ir.graphs import placeholders, results_of
 from turbo_compile.ir.names import (
     calls_of,
     collective,
     forward_of,
     joined,
-    output_of,
     short_names,
     value_names,
 )
 from turbo_compile.ir.program import Program, StepProgram, source
-from turbo_compile.ir.spelling import Spelling, expression_of, gradient_size, group_size
+from turbo_compile.ir.spelling import Spelling, expression_of, gradient_size, group_size, symbolic_bytes
 
 _COMMENT_AT = 84  # a fixed column: a comment never moves because another line changed
 
@@ -79,7 +79,7 @@ class _Printer:
 
     def lines(self, prefix: str, graph: fx.Graph) -> Iterator[Line]:
         if prefix == "bwd":
-            taken = joined(self.names[node] for node in graph.nodes if node.op == "placeholder")
+            taken = joined(self.names[node] for node in placeholders(graph))
             yield Line(f"bwd  take {taken}")
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -115,9 +115,9 @@ class _Printer:
         runs = [(kind, len(list(run))) for kind, run in groupby(types)]
         made = [f"{kind} x {count}" if count > 1 else kind for kind, count in runs]
         if isinstance(self.program, StepProgram) and (compute := self.program.compute_of(call)).backward is not None:
-            values = [value.meta["val"] for value in output_of(compute.forward.graph)[compute.outputs :]]
+            values = [value.meta["val"] for value in results_of(compute.forward.graph)[compute.outputs :]]
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            made.append(f"saves {self.spelling.bytes(tensors)}" if tensors else "saves only inputs")
+            made.append(f"saves {symbolic_bytes(self.spelling.bytes(tensors))}" if tensors else "saves only inputs")
         return f": {', '.join(made)}" if made else ""
 
     def _function(self, prefix: str, node: fx.Node) -> Line:

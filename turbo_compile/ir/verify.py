@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from turbo_compile.errors import InvalidProgram
+from turbo_compile.ir.graphs import output_node, placeholders, results_of
 from turbo_compile.ir.names import (
     adds_gradients,
     before_exchange,
@@ -23,7 +24,6 @@ from turbo_compile.ir.names import (
     collective,
     forward_of,
     group_names,
-    output_of,
 )
 from turbo_compile.ir.program import Call, Program, StepProgram, source, split_groups
 from turbo_compile.ir.spelling import dtype_name, expression_of
@@ -44,25 +44,27 @@ def verify(program: Program | StepProgram) -> None:
         InvalidProgram: names the node and the rule it breaks; the runner adds which pass left it so.
     """
     view = _View(program)
+    for node, rule in _faults(view):
+        graph = next((f"{name} " for name, graph in view.graphs if graph is node.graph), "")
+        where = f" ({node.meta['call'].fqn})" if "call" in node.meta else ""
+        raise InvalidProgram(f"node {graph}%{node.name}{where}: {rule}")
+
+
+def _faults(view: _View) -> Iterator[Fault]:
+    """What breaks a rule. Lazy: a rule may rely on those before it."""
     for rule in _GRAPH_RULES:
         for name, graph in view.graphs:
-            _stop_at(rule(view, name, graph), name)
+            yield from rule(view, name, graph)
     for whole in _PROGRAM_RULES:
-        _stop_at(whole(view), "fwd")
-    if isinstance(program, StepProgram) and program.backward is not None:
+        yield from whole(view)
+    if isinstance(view.program, StepProgram) and view.program.backward is not None:
         for between in _STEP_RULES:
-            _stop_at(between(program, program.backward), "bwd")
-
-
-def _stop_at(faults: Iterator[Fault], graph: str) -> None:
-    for node, rule in faults:
-        where = f" ({node.meta['call'].fqn})" if "call" in node.meta else ""
-        raise InvalidProgram(f"node {graph} %{node.name}{where}: {rule}")
+            yield from between(view.program, view.program.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What a call takes and gives: types of the parameters, types of the other arguments (None: any), how many results."""
+    """What a call takes and gives: types of parameters and other arguments (None: any), and how many results."""
 
     parameters: tuple[Type | None, ...]
     inputs: tuple[Type | None, ...]
@@ -90,7 +92,7 @@ class _View:
             segment = self.program.segments.get(target)
             if segment is None:
                 return None
-            return _signature(segment.module, segment.parameters, len(output_of(segment.module.graph)))
+            return _signature(segment.module, segment.parameters, len(results_of(segment.module.graph)))
         compute = self.program.computes.get(target.removesuffix("_backward"))
         if compute is None:
             return None
@@ -112,11 +114,11 @@ def _signature(module: fx.GraphModule, parameters: int, results: int) -> _Signat
 
 
 def _types(module: fx.GraphModule) -> tuple[Type | None, ...]:
-    return tuple(_type(node.meta.get("val")) for node in module.graph.nodes if node.op == "placeholder")
+    return tuple(_type(node.meta.get("val")) for node in placeholders(module.graph))
 
 
 def _type(value: Any) -> Type | None:
-    """The dtype and shape of a tensor, symbols as expressions, so that comparing adds no guard; None for anything else."""
+    """The dtype and shape of a tensor, symbols as expressions: comparing adds no guard. None for anything else."""
     if not isinstance(value, torch.Tensor):
         return None
     return value.dtype, tuple(expression_of(size) for size in value.shape)
@@ -134,10 +136,6 @@ def _places(call: fx.Node) -> Iterator[range]:
         start += len(names)
 
 
-def _end(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
-
-
 # --- each outer graph by itself --------------------------------------------------------------------------------------
 
 
@@ -151,7 +149,7 @@ def _in_order(view: _View, name: str, graph: fx.Graph) -> Iterator[Fault]:
     try:
         graph.lint()
     except RuntimeError as error:
-        yield _end(graph), str(error)
+        yield output_node(graph), str(error)
 
 
 def _known_nodes(view: _View, name: str, graph: fx.Graph) -> Iterator[Fault]:
@@ -265,7 +263,7 @@ def _blocks_called_once(view: _View) -> Iterator[Fault]:
     for block in view.program.blocks:
         if called[block] != 1:
             same = [call for call in calls_of(graph) if call.meta["call"].fqn == block]
-            yield (same or [_end(graph)])[-1], f"block {block} is called {called[block]} times instead of once"
+            yield (same or [output_node(graph)])[-1], f"block {block} is called {called[block]} times instead of once"
 
 
 # --- forward and backward of a step ----------------------------------------------------------------------------------
@@ -273,8 +271,8 @@ def _blocks_called_once(view: _View) -> Iterator[Fault]:
 
 def _bundles_read_once(step: StepProgram, backward: fx.Graph) -> Iterator[Fault]:
     """Each saved bundle is read once, by the backward of the call that saved it, in the partition that saved it."""
-    _, bundles, _ = output_of(step.forward)
-    taken = [node for node in backward.nodes if node.op == "placeholder" and source(node).kind == "saved"]
+    _, bundles, _ = results_of(step.forward)
+    taken = [node for node in placeholders(backward) if source(node).kind == "saved"]
     saving = [call for call in calls_of(step.forward) if step.compute_of(call).backward is not None]
     for call in saving[len(bundles) :] if len(bundles) < len(saving) else ():
         yield call, f"forward returns {len(bundles)} bundles of the {len(saving)} that calls save"
@@ -298,21 +296,22 @@ def _parameters_at_hand(step: StepProgram, backward: fx.Graph) -> Iterator[Fault
     for call in calls_of(backward):
         wanted = {index for kind, index in step.compute_of(call).saved if kind == "parameter"}
         for group, places, names in zip(split_groups(call)[0], _places(call), group_names(call), strict=True):
-            if group is None and wanted & set(places):
-                yield call, f"takes {', '.join(names[i - places.start] for i in places if i in wanted)} again, and gets nothing"
-    kept = [_members(node) for node in output_of(step.forward)[2]]
-    taken = [node for node in backward.nodes if node.op == "placeholder" and source(node).kind == "kept"]
+            again = [name for place, name in zip(places, names, strict=True) if place in wanted]
+            if group is None and again:
+                yield call, f"takes {', '.join(again)} again, and gets nothing"
+    kept = [_members(node) for node in results_of(step.forward)[2]]
+    taken = [node for node in placeholders(backward) if source(node).kind == "kept"]
     for node, names in zip(taken, [*kept, *[()] * len(taken)], strict=False):
         if source(node).names != names:
             yield node, f"takes {', '.join(source(node).names)}, where forward keeps {', '.join(names) or 'nothing'}"
     if len(kept) > len(taken):
-        yield output_of(step.forward)[2][len(taken)], "is kept for backward, which does not take it"
+        yield results_of(step.forward)[2][len(taken)], "is kept for backward, which does not take it"
 
 
 def _gradients_complete(step: StepProgram, backward: fx.Graph) -> Iterator[Fault]:
     """Each trained group has one gradient, the sum over all its uses."""
-    results = output_of(backward)
-    last = _end(backward)
+    results = results_of(backward)
+    last = output_node(backward)
     if len(results) != len(step.gradient_groups):
         yield last, f"returns {len(results)} gradients for {len(step.gradient_groups)} groups"
     twice = [fqn for fqn, count in Counter(fqn for names in step.gradient_groups for fqn in names).items() if count > 1]
@@ -333,10 +332,10 @@ def _gradients_complete(step: StepProgram, backward: fx.Graph) -> Iterator[Fault
         for fqn in names:
             if fqn not in step.parameters or not step.parameters[fqn].trainable:
                 yield result, f"{fqn} is frozen, and gets a gradient"
-            for call in uses.get(fqn, Counter()) - summed:
-                yield result, f"the gradient of {fqn} leaves out its use in {call.fqn}"
-            for call in summed - uses.get(fqn, Counter()):
-                yield result, f"the gradient of {fqn} counts {call.fqn} twice, or takes what is not its own"
+            for use in uses.get(fqn, Counter()) - summed:
+                yield result, f"the gradient of {fqn} leaves out its use in {use.fqn}"
+            for use in summed - uses.get(fqn, Counter()):
+                yield result, f"the gradient of {fqn} counts {use.fqn} twice, or takes what is not its own"
 
 
 def _summed(result: fx.Node) -> Counter[Call]:
@@ -352,7 +351,7 @@ def _gradients_reduced(step: StepProgram, backward: fx.Graph) -> Iterator[Fault]
     """If any gradient is reduced, each is, once, after it is summed."""
     if not any(collective(node) == "reduce_scatter" for node in backward.nodes):
         return
-    for result in output_of(backward):
+    for result in results_of(backward):
         kinds = []
         value = result
         while collective(value):

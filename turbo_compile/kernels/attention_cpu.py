@@ -115,7 +115,9 @@ def _flash_gradients(
     if _is_whole(options, layout):
         grad_q, grad_k, grad_v = _whole_gradients(options, grad_out, q, k, v, out, lse)
         return grad_q[..., :D].contiguous(), grad_k[..., :D].contiguous(), grad_v[..., :V].contiguous()
-    grad_q, grad_k, grad_v = q.new_zeros(B, S, H, D), k.new_zeros(B, S, G, D), v.new_zeros(B, S, G, V)
+    dtype = lse.dtype  # pieces that share keys add up here, not in half precision
+    grad_q = q.new_zeros(B, S, H, D)
+    grad_k, grad_v = k.new_zeros(B, S, G, D, dtype=dtype), v.new_zeros(B, S, G, V, dtype=dtype)
     grad_out_rows, q_rows, k_rows, v_rows, out_rows = (_rows(x, G, H // G) for x in (grad_out, q, k, v, out))
     # A query without keys has lse = -inf; all its logits are -inf, so any number serves.
     lse_rows = lse.masked_fill(lse == float("-inf"), 0.0).view(B, G, -1, S).unbind()
@@ -136,9 +138,9 @@ def _flash_gradients(
                 scale=options.scale,
             )
             _part(grad_q_rows[row], piece.queries).copy_(piece_q[..., :D])
-            grad_k_rows[row][:, piece.keys].add_(piece_k[..., :D].sum(1))
-            grad_v_rows[row][:, piece.keys].add_(piece_v[..., :V].sum(1))
-    return grad_q, grad_k, grad_v
+            grad_k_rows[row][:, piece.keys].add_(piece_k[..., :D].sum(1, dtype=dtype))
+            grad_v_rows[row][:, piece.keys].add_(piece_v[..., :V].sum(1, dtype=dtype))
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 def _is_whole(options: Options, layout: Tensor) -> bool:

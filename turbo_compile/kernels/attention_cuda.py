@@ -45,7 +45,7 @@ def forward(
     """As turbo_compile.kernels.attention_cpu.forward."""
     documents = _read_once(layout)
     if not _takes_flash(options, q, v, documents):
-        out, lse = _flex_compiled()(options, q, k, v, layout, sinks, seed)
+        out, lse = flex_forward(options, q, k, v, layout, sinks, seed)
         return out.contiguous(), lse.contiguous()
     B, H, S, _ = q.shape
     offsets = None if documents.plain else documents.offsets
@@ -150,10 +150,36 @@ def _window(options: Options) -> dict[str, int]:
 def flex_forward(
     options: Options, q: Tensor, k: Tensor, v: Tensor, layout: Tensor, sinks: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out [B,S,H,V] and lse [B,H,S] by FlexAttention, differentiable; compiled before use."""
+    """out [B,S,H,V] and lse [B,H,S] by FlexAttention, differentiable."""
+    # As tensors: a second value of a float argument would become a symbol, which FlexAttention's closures cannot hold.
+    scale, softcap, p = (
+        None if number is None else torch.full((), number, device=q.device)
+        for number in (options.scale, options.softcap, options.dropout or None)
+    )
+    return _flex_compiled()(q, k, v, layout, sinks, seed, options.causal, options.window, scale, softcap, p)
+
+
+@functools.cache
+def _flex_compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(flex)
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Tensor,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: Tensor,
+    softcap: Tensor | None,
+    p: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What `flex_forward` compiles: attention with `scale`, `softcap` and the dropout `p` as 0-d tensors."""
     B, H, S, _ = q.shape
     start = torch.where(layout < 0, -1 - layout, layout)
-    causal, window, softcap, p = options.causal, options.window, options.softcap, options.dropout
 
     def sees(b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
         seen = layout[b, t] >= 0
@@ -161,21 +187,22 @@ def flex_forward(
         return seen if window is None else seen & ((s - t).abs() < window)
 
     def capped(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
+        score = score * scale
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     def kept(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
-        assert seed is not None
-        score = score if softcap is None else softcap * torch.tanh(score / softcap)
+        assert seed is not None and p is not None
+        score = capped(score, b, h, s, t)
         counter = ((b.long() * H + h) * S + s) * S + t
         return torch.where(uniform(seed, counter) >= p, score, float("-inf"))
 
     mask = create_block_mask(sees, B, None, S, S, device=q.device)
     attend = functools.partial(
-        flex_attention, q, k, v, block_mask=mask, scale=options.scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        flex_attention, q, k, v, block_mask=mask, scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
     out, aux = attend(score_mod=capped)
     lse = aux.lse
-    if p > 0.0:
+    if p is not None:
         # Dropped probabilities keep the full row's normaliser: rescale a softmax over the kept keys alone.
         out, kept_aux = attend(score_mod=kept)
         finite = lse.masked_fill(lse == float("-inf"), 0.0)
@@ -185,13 +212,6 @@ def flex_forward(
         out = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype)
         lse = torch.logaddexp(lse, sink)
     return out.transpose(1, 2), lse
-
-
-@functools.cache
-def _flex_compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    # Not dynamic=True: that makes symbols of the options' floats too, which FlexAttention's closures cannot hold. The
-    # second sequence length makes the sizes symbols, once.
-    return torch.compile(flex_forward)
 
 
 def _flex_backward(
@@ -204,9 +224,11 @@ def _flex_backward(
     sinks: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.detach().requires_grad_()
     with torch.enable_grad():
-        out, _ = _flex_compiled()(options, *leaves[:3], layout, leaves[3] if sinks is not None else None, seed)
+        out, _ = flex_forward(options, q, k, v, layout, sinks, seed)
+    leaves = [x for x in (q, k, v, sinks) if x is not None]
     grad_q, grad_k, grad_v, *grad_sinks = torch.autograd.grad(out, leaves, grad_out)
     grad_q, grad_k, grad_v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v, grad_sinks[0] if grad_sinks else q.new_empty(0)

@@ -1,0 +1,107 @@
+"""Twelve families train like eager: loss and every gradient, one process and two, whatever the batch and the plan."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families import FAMILIES, MIXTURES, build
+from tests.parity import (
+    check_documents,
+    check_step,
+    compiled,
+    packed,
+    padded,
+    plain,
+    ragged,
+    relative,
+    run_eager,
+    whole,
+)
+from tests.world import World
+from turbo_compile.runtime import runtime_of
+
+# Whether head and embedding are one weight: each family both ways, once in one process and once in two.
+_TIED_ALONE = ("llama", "qwen3", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3")
+_WITH_ROUTER_LOSS = ("qwen3_moe", "mixtral", "gpt_oss")
+
+
+def check_family(family: str, backend: str = "eager", plan: Any = "auto", **changes: Any) -> None:
+    reference = build(family, **changes)
+    model = compiled(reference, plan, backend)
+    batches = [plain(16), ragged(23), padded("right", 18), padded("left", 19)]
+    losses = [check_step(reference, model, batch) for batch in batches]
+    if "output_router_logits" not in changes:  # that loss mixes the documents of a batch, as it should
+        losses.append(check_documents(reference, model, packed(20)))
+    assert len({round(loss, 4) for loss in losses}) == len(losses)
+    assert len(runtime_of(model).executables) == 1, "one compile serves every batch"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process(family: str) -> None:
+    check_family(family, tie_word_embeddings=family in _TIED_ALONE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks(world: World, family: str) -> None:
+    router = {"output_router_logits": True} if family in _WITH_ROUTER_LOSS else {}
+    world.run(_two_ranks, family, family not in _TIED_ALONE, router)
+
+
+def _two_ranks(family: str, tied: bool, changes: dict[str, Any], backend: str = "eager", plan: Any = "auto") -> None:
+    check_family(family, backend, plan, tie_word_embeddings=tied, **changes)
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_double_precision(family: str) -> None:
+    """To 1e-6, and no closer: eager casts the loss and its norms to single precision on the way."""
+    reference = build(family, dtype=torch.float64)
+    model = compiled(reference)
+    if family in MIXTURES:
+        reference.set_experts_implementation("batched_mm")  # grouped_mm has no double precision
+    for batch in (plain(16), padded("right", 19)):
+        check_step(reference, model, batch, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_half_precision_is_as_near_as_eager(family: str) -> None:
+    """Gradients in bf16 are at most 1.25 times as far from single precision as eager's: geometric mean, five seeds."""
+    reference = build(family)
+    eager = type(reference)._from_config(reference.config, dtype=torch.bfloat16).train()
+    model = compiled(reference, {"dtype": {"compute": "bf16", "reduce": "fp32", "master": "fp32"}})
+    logs = []
+    for seed in range(5):
+        weights = build(family, seed=seed).state_dict()
+        batch = plain(24 + seed)
+        for other in (reference, eager, model):
+            other.load_state_dict(weights)
+            other.zero_grad()
+            (other(**batch) if other is model else run_eager(other, batch)).loss.backward()
+        ours = {fqn: whole(p.grad) for fqn, p in model.named_parameters()}
+        theirs = {fqn: p.grad.float() for fqn, p in eager.named_parameters()}
+        for fqn, p in reference.named_parameters():
+            assert ours[fqn].dtype == torch.float32
+            logs.append(math.log(relative(ours[fqn], p.grad) / relative(theirs[fqn], p.grad)))
+    assert math.exp(sum(logs) / len(logs)) <= 1.25
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("gpt_oss", {"output_router_logits": True})],
+)
+def test_inductor(family: str, changes: dict[str, Any]) -> None:
+    check_family(family, "inductor", **changes)
+
+
+def test_inductor_on_two_ranks(world: World) -> None:
+    plan = {"mesh": {"fsdp": 2}, "recompute": "selective"}
+    world.run(_two_ranks, "qwen3_moe", True, {"output_router_logits": True}, "inductor", plan, timeout=300)

@@ -1,0 +1,170 @@
+"""`turbo-compile`: inspect a plan, check its numbers, train with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from turbo_compile import commands
+from turbo_compile.commands.failures import RankFailed
+from turbo_compile.commands.options import CheckOptions, InspectOptions, TrainOptions
+from turbo_compile.commands.settings import plan_ranks, read_plan
+from turbo_compile.errors import TurboCompileError
+
+app = typer.Typer(
+    name="turbo-compile",
+    help="Compile an unmodified Hugging Face model and a plan into the same model, trained in parallel.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+MODEL = "A hub id, a local directory with a config.json, or a config file."
+Plan = Annotated[Path | None, typer.Option("--plan", "-p", help="A plan (YAML). Default: fsdp over all ranks.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="One value of the plan, over the file: mesh.fsdp=8.")]
+Ranks = Annotated[int | None, typer.Option(min=1, help="Local processes to start. Default: what the plan's mesh spans.")]
+Backend = Annotated[Literal["inductor", "eager"], typer.Option(help="eager interprets the program, for debugging.")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="What to compute in; weights stay fp32.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")]
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    plan: Plan = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every stage into this directory.")] = None,
+    settings: Set = None,
+    traceback: Traceback = False,
+) -> None:
+    """Show the training step a plan makes of a model. Needs no weights, no GPU and no other ranks."""
+    with _errors_in_a_line(traceback):
+        found = commands.inspect_model(InspectOptions(model, read_plan(plan, settings or ()), output))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(found.step)
+    console.print(found.stages)
+    _print_facts(found.facts)
+    if output is not None:
+        console.print(f"every stage, and index.html to read them side by side: {output}")
+
+
+@app.command()
+def check(
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL} Default: a small Qwen3.")] = None,
+    plan: Plan = None,
+    ranks: Ranks = None,
+    backend: Backend = "inductor",
+    dtype: Dtype = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="The same architecture at toy size, with random weights.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of random tokens a rank.")] = 2,
+    seq: Annotated[int, typer.Option(min=2, help="Tokens a row.")] = 24,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Sets of random weights. Default: 1; 5 in low precision.")] = None,
+    settings: Set = None,
+    traceback: Traceback = False,
+) -> None:
+    """Compare loss and every gradient with the plain model in one process. Exit code 1: they differ."""
+    with _errors_in_a_line(traceback):
+        base = {"dtype": {"compute": "fp32"}}
+        chosen, world = plan_ranks(read_plan(plan, _settings(settings, dtype), base=base), ranks)
+        low = chosen.dtype.compute in ("bf16", "fp16")
+        count = seeds if seeds is not None else 5 if low else 1
+        options = CheckOptions(model, chosen, backend, tiny, rows * chosen.mesh.dp * chosen.mesh.fsdp, seq, count)
+        report = commands.on_ranks("turbo_compile.commands.checking:check_model", options, world)
+    if _speaks():
+        Console().print(report.table())
+        Console(soft_wrap=True, highlight=False).print(report.verdict(), style="green" if report.ok else "bold red")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL} Default: a Qwen3 of 5 million parameters.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help='A text file, or JSONL with a "text" a line. Default: Pride and Prejudice.')
+    ] = None,
+    plan: Plan = None,
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate after warm-up.")] = 3e-3,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows a step, over all ranks. Default: the plan's, or 8.")] = None,
+    seq: Annotated[int | None, typer.Option(min=2, help="Tokens a row. Default: the plan's, or 128.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the checkpoint goes.")] = Path("outputs"),
+    backend: Backend = "inductor",
+    dtype: Dtype = None,
+    seed: Annotated[int, typer.Option(help="Of the weights, the dropout and the order of the text.")] = 0,
+    settings: Set = None,
+    traceback: Traceback = False,
+) -> None:
+    """Train a model on a text and write a Hugging Face checkpoint. Under torchrun it uses its ranks."""
+    with _errors_in_a_line(traceback):
+        base = {"dtype": {"master": "fp32"}}
+        chosen, world = plan_ranks(read_plan(plan, _settings(settings, dtype), base=base), ranks)
+        rows, length = batch or chosen.batch.global_ or 8, seq or chosen.batch.seq or 128
+        options = TrainOptions(model, data, chosen, backend, steps, lr, rows, length, output, seed)
+        done = commands.on_ranks("turbo_compile.commands.training:train_model", options, world)
+    if _speaks():
+        _print_facts(
+            (
+                ("loss", f"{done.first_loss:.4f} at the first step, {done.last_loss:.4f} at the last"),
+                ("speed", f"{done.tokens_per_s:,.0f} tokens/s, after {done.compile_s:.1f} s of compilation"),
+                ("peak memory", f"{done.peak_bytes / 2**30:.2f} GiB a rank"),
+                ("checkpoint", str(done.checkpoint)),
+            )
+        )
+
+
+def main() -> None:
+    app()
+
+
+def _settings(settings: list[str] | None, dtype: str | None) -> list[str]:
+    short = [f"dtype.compute={dtype}", "dtype.master=fp32"] if dtype is not None else []
+    return [*short, *(settings or ())]
+
+
+def _print_facts(facts: Any) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(name, value)
+    Console(highlight=False).print(table)
+
+
+def _speaks() -> bool:
+    """Under a launcher every rank comes here: one of them prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _errors_in_a_line(traceback: bool) -> Iterator[None]:
+    """What this package or a rank of it raised on purpose, as one red line and exit code 2; Ctrl-C as 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except TurboCompileError as error:
+        if traceback:
+            raise
+        _print_error(str(error))
+        raise typer.Exit(2) from None
+    except RankFailed as error:
+        _print_rank_failure(error, traceback)
+        raise typer.Exit(2 if error.expected else 1) from None
+
+
+def _print_rank_failure(error: RankFailed, traceback: bool) -> None:
+    if traceback or not error.expected:
+        print(error.details, file=sys.stderr, end="")
+    _print_error(str(error) if error.expected else f"rank {error.rank} failed: {error}")
+
+
+def _print_error(message: str) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"error: {message}", style="bold red")

@@ -1,0 +1,44 @@
+"""What the commands are told, as values that travel to every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from turbo_compile.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    model: str
+    plan: Plan
+    output: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """`rows` of `seq` random tokens, on `seeds` different sets of random weights."""
+
+    model: str | None
+    plan: Plan
+    backend: str
+    tiny: bool
+    rows: int
+    seq: int
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """`batch` rows of `seq` tokens a step, over all ranks. `data` None: the text that comes with the package."""
+
+    model: str | None
+    data: Path | None
+    plan: Plan
+    backend: str
+    steps: int
+    lr: float
+    batch: int
+    seq: int
+    output: Path
+    seed: int
