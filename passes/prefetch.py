@@ -40,13 +40,20 @@ class Prefetch:
             target.prepend(start)
 
     def _later(self, graph: fx.Graph, start: fx.Node) -> None:
-        """Move what follows a reduction's start behind the `depth`-th call that comes after it, or to the end."""
-        chain = _chain(start)
-        after = _calls_after(start)
-        place = after[self.depth - 1] if len(after) >= self.depth else output_node(graph).prev
-        for node in chain:
-            place.append(node)
-            place = node
+        """Move each wait that hangs on a reduction's start behind the `depth`-th call after its own start, or to the end.
+
+        What the wait hands to the next collective (HSDP's sum over `dp`) starts right after it.
+        """
+        started: fx.Node | None = start
+        while started is not None:
+            (wait,) = started.users
+            after = _calls_after(started)
+            place = after[self.depth - 1] if len(after) >= self.depth else output_node(graph).prev
+            if place is not wait:
+                place.append(wait)
+            started = next((user for user in wait.users if user.op != "output"), None)
+            if started is not None:
+                wait.append(started)
 
 
 def _calls_before(node: fx.Node) -> list[fx.Node]:
@@ -68,15 +75,3 @@ def _calls_after(node: fx.Node) -> list[fx.Node]:
             found.append(current)
         current = current.next
     return found
-
-
-def _chain(start: fx.Node) -> list[fx.Node]:
-    """The waits and further collectives that hang on `start`, in order."""
-    chain: list[fx.Node] = []
-    node = start
-    while True:
-        following = [user for user in node.users if user.op != "output"]
-        if not following:
-            return chain
-        (node,) = following
-        chain.append(node)

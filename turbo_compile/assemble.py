@@ -25,6 +25,7 @@ from turbo_compile.ir.segments import (
     fingerprint,
     is_size,
     keep_outputs,
+    read_sizes_once,
     reorder,
     value_of,
     writes,
@@ -231,6 +232,7 @@ class Assembly:
         module = reorder(module, [actual.index(item) for item in (*ordered, *inputs)])
         outputs = sorted(node.users, key=lambda user: argument(user, 1))
         keep_outputs(module, [argument(output, 1) for output in outputs])
+        read_sizes_once(module)
         kind = _kind(self.name, type(self.blocks[fqn]).__name__)
         self._add_call(kind, module, groups, [self._input(item) for item in inputs], fqn, outputs)
 

@@ -49,7 +49,7 @@ def inspect_model(options: InspectOptions) -> Inspection:
     model = build_on_meta(find_model(options.model))
     with _Pretend(plan.mesh.world), tempfile.TemporaryDirectory() as nowhere:
         build_axes(plan.mesh, _CPU)
-        held = _held_bytes(model, plan)
+        held = _held(model, plan)
         dump = Dump(options.output or Path(nowhere), plan)
         program = trace(model, plan, _signature(model, plan), choose_dtypes(model, plan.dtype), _CPU, dump)
         stages = (dump.directory / "summary.txt").read_text(encoding="utf-8")
@@ -84,25 +84,28 @@ def _signature(model: PreTrainedModel, plan: Plan) -> Signature:
     )
 
 
-def _held_bytes(model: PreTrainedModel, plan: Plan) -> int:
-    """Bytes of parameters that the fullest rank holds."""
+def _held(model: PreTrainedModel, plan: Plan) -> str:
+    """Bytes of parameters on a rank: they differ where rows do not divide, above all where there are fewer than ranks."""
     masters = choose_dtypes(model, plan.dtype).master
     shapes = {name: (p.shape, masters[name]) for name, p in model.named_parameters()}
-    placed = layouts(plan, shapes)
-    return sum(
-        placed[name].chunk * (shape[1:].numel() if len(shape) else 1) * dtype.itemsize
-        for name, (shape, dtype) in shapes.items()
-    )
+    fullest, total = 0, 0
+    for name, layout in layouts(plan, shapes).items():
+        shape, dtype = shapes[name]
+        row = shape[1:].numel() * dtype.itemsize if len(shape) else dtype.itemsize
+        fullest += layout.chunk * row
+        total += shape.numel() * dtype.itemsize // layout.ranks if layout.sharded else shape.numel() * dtype.itemsize
+    mean = f"{total / 2**30:.2f} GiB"
+    return mean if fullest < 1.05 * total else f"{mean} on average, {fullest / 2**30:.2f} GiB on the fullest (rows do not divide)"
 
 
-def _facts(model: PreTrainedModel, plan: Plan, program: StepProgram, held: int) -> list[tuple[str, str]]:
+def _facts(model: PreTrainedModel, plan: Plan, program: StepProgram, held: str) -> list[tuple[str, str]]:
     count = sum(p.numel() for p in model.parameters())
     mesh = ", ".join(f"{axis}={size}" for axis in ("dp", "fsdp", "sp", "ep") if (size := getattr(plan.mesh, axis)) > 1)
     calls = Counter(str(node.target) for node in program.forward.nodes if node.op == "call_module")
     return [
         ("model", f"{type(model).__name__}, {_count(count)} parameters in {len(program.blocks)} blocks"),
         ("mesh", f"{plan.mesh.world} ranks: {mesh}" if mesh else "1 rank"),
-        ("weights a rank", f"{held / 2**30:.2f} GiB; as much again for gradients"),
+        ("weights a rank", f"{held}; as much again for gradients"),
         ("segments", ", ".join(f"{name} x {times}" if times > 1 else name for name, times in calls.items())),
     ]
 

@@ -104,17 +104,12 @@ def _size(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], inputs: I
     if node in env:
         return env[node]
     value = value_of(node)
-    if isinstance(value, torch.SymInt):
-        for candidate in inputs:
-            tensor = value_of(candidate)
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            for dim, size in enumerate(tensor.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
-                    env[node] = graph.call_function(torch.ops.aten.sym_size.int, (env[candidate], dim))
-                    env[node].meta["val"] = value
-                    return env[node]
-    env[node] = graph.node_copy(node, lambda argument: _size(graph, argument, env, inputs))
+    home = _home(list(inputs), value.node.expr) if isinstance(value, torch.SymInt) else None
+    if home is not None:
+        env[node] = graph.call_function(torch.ops.aten.sym_size.int, (env[home[0]], home[1]))
+        env[node].meta["val"] = value
+    else:
+        env[node] = graph.node_copy(node, lambda argument: _size(graph, argument, env, inputs))
     return env[node]
 
 
@@ -130,6 +125,37 @@ def reorder(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
         if node.op != "placeholder":
             env[node] = graph.node_copy(node, lambda argument: env[argument])
     return fx.GraphModule(module, graph)
+
+
+def read_sizes_once(module: fx.GraphModule) -> None:
+    """Read each symbol once, at the top, from the first input that has it: equal blocks then are equal texts."""
+    graph = module.graph
+    sizes = [node for node in graph.nodes if node.target is torch.ops.aten.sym_size.int]
+    reads = [node for node in sizes if isinstance(value_of(node), torch.SymInt)]
+    first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    made: dict[Any, fx.Node] = {}
+    for symbol in sorted({value_of(node).node.expr for node in reads}, key=str):
+        home = _home(placeholders(graph), symbol)
+        if home is None or first is None:
+            continue
+        with graph.inserting_before(first):
+            made[symbol] = graph.call_function(torch.ops.aten.sym_size.int, home)
+        made[symbol].meta["val"] = next(value_of(node) for node in reads if value_of(node).node.expr == symbol)
+    for node in reads:
+        if value_of(node).node.expr in made:
+            node.replace_all_uses_with(made[value_of(node).node.expr])
+            graph.erase_node(node)
+    module.recompile()
+
+
+def _home(inputs: Sequence[fx.Node], symbol: Any) -> tuple[fx.Node, int] | None:
+    """The first input, and its dim, whose size is exactly `symbol`."""
+    for node in inputs:
+        value = value_of(node)
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                return node, dim
+    return None
 
 
 def keep_outputs(module: fx.GraphModule, indices: Sequence[int]) -> None:
