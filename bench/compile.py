@@ -2,7 +2,7 @@
 
     python bench/compile.py
 
-Each measurement is a fresh process with an empty Inductor cache. Prints seconds, and two ratios: 64 layers over 4 layers of
+Each measurement is a fresh process with an empty Inductor cache. Prints seconds, and two ratios: 64 layers over 4 of
 turbo_compile, and 64 layers of turbo_compile over 16 layers of `torch.compile(model)`.
 """
 
