@@ -40,7 +40,7 @@ class Prefetch:
             target.prepend(start)
 
     def _later(self, graph: fx.Graph, start: fx.Node) -> None:
-        """Move each wait that hangs on a reduction's start behind the `depth`-th call after its own start, or to the end.
+        """Move each wait that hangs on a reduction's start behind the `depth`-th call after that start, or to the end.
 
         What the wait hands to the next collective (HSDP's sum over `dp`) starts right after it.
         """

@@ -17,7 +17,7 @@ from tests.families import FAMILIES, WINDOW, build, config_of
 from turbo_compile.capture import Signature, capture
 from turbo_compile.errors import CaptureError, UnsupportedOp
 from turbo_compile.huggingface import block_modules, compute_dtypes
-from turbo_compile.ir.program import Program, source
+from turbo_compile.ir.program import Program, source, split_groups
 
 _ATTENTION = torch.ops.turbo_compile.attention.default
 _ROUTED = {"output_router_logits": True}
@@ -33,7 +33,7 @@ def check_blocks(model: Any, program: Program) -> None:
     """Each block instance is one call, its parameters are all that call's, and nobody else reads them."""
     calls: dict[str, set[str]] = {}
     for call in program.calls():
-        names = {fqn for group in program.split(call)[0] for fqn in source(group).names}
+        names = {fqn for group in split_groups(call)[0] for fqn in source(group).names}
         assert call.meta["call"].fqn not in calls, "two calls of one block"
         calls[call.meta["call"].fqn] = names
     blocks = block_modules(model)
@@ -73,7 +73,9 @@ def windows(model: Any, program: Program) -> list[int | None]:
 
 
 def block_segments(program: Program) -> dict[str, str]:
-    return {call.meta["call"].fqn: str(call.target) for call in program.calls() if call.meta["call"].fqn in program.blocks}
+    return {
+        call.meta["call"].fqn: str(call.target) for call in program.calls() if call.meta["call"].fqn in program.blocks
+    }
 
 
 # Blocks of each family that compute something else: windowed and full attention, dense and sparse.

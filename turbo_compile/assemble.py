@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from turbo_compile import _torch, seeds
 from turbo_compile.errors import CaptureError, UnsupportedOp
-from turbo_compile.huggingface import block_modules
+from turbo_compile.huggingface import block_modules, tied_names
 from turbo_compile.ir.graphs import argument, placeholders, results_of
 from turbo_compile.ir.program import Call, Parameter, Program, Segment, Source, source
 from turbo_compile.ir.segments import (
@@ -60,7 +60,7 @@ class Assembly:
         self.mode = _torch.fake_mode_of(captured)
         self.shape_env: Any = self.mode.shape_env
         self.blocks = block_modules(model)
-        self.owner = _owners(model)
+        self.owner = tied_names(model)
         self.fqn: dict[fx.Node, str] = {}
         self.batch: dict[fx.Node, str] = {}
         self.parameters: dict[str, Parameter] = {}
@@ -340,12 +340,6 @@ class Assembly:
             sequence_symbol=sequence,
             guards=tuple(guard for guard in guards if guard is not sympy.true),
         )
-
-
-def _owners(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the first name of the same parameter (tied weights have one owner)."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _kind(model: str, block: str) -> str:

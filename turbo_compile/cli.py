@@ -30,9 +30,9 @@ app = typer.Typer(
 MODEL = "A hub id, a local directory with a config.json, or a config file."
 Plan = Annotated[Path | None, typer.Option("--plan", "-p", help="A plan (YAML). Default: fsdp over all ranks.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="One value of the plan, over the file: mesh.fsdp=8.")]
-Ranks = Annotated[int | None, typer.Option(min=1, help="Local processes to start. Default: what the plan's mesh spans.")]
+Ranks = Annotated[int | None, typer.Option(min=1, help="Local processes to start. Default: what the mesh spans.")]
 Backend = Annotated[Literal["inductor", "eager"], typer.Option(help="eager interprets the program, for debugging.")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="What to compute in; weights stay fp32.")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="To compute in; weights stay fp32.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")]
 
 
@@ -40,7 +40,7 @@ Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an erro
 def inspect(
     model: Annotated[str, typer.Argument(help=MODEL)],
     plan: Plan = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every stage into this directory.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every stage into this folder.")] = None,
     settings: Set = None,
     traceback: Traceback = False,
 ) -> None:
@@ -62,10 +62,10 @@ def check(
     ranks: Ranks = None,
     backend: Backend = "inductor",
     dtype: Dtype = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="The same architecture at toy size, with random weights.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="The same architecture at toy size, random weights.")] = False,
     rows: Annotated[int, typer.Option(min=1, help="Rows of random tokens a rank.")] = 2,
     seq: Annotated[int, typer.Option(min=2, help="Tokens a row.")] = 24,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Sets of random weights. Default: 1; 5 in low precision.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Sets of random weights. Default: 1; 5 in bf16.")] = None,
     settings: Set = None,
     traceback: Traceback = False,
 ) -> None:
@@ -94,7 +94,7 @@ def train(
     ranks: Ranks = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate after warm-up.")] = 3e-3,
-    batch: Annotated[int | None, typer.Option(min=1, help="Rows a step, over all ranks. Default: the plan's, or 8.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows a step, all ranks. Default: the plan's, or 8.")] = None,
     seq: Annotated[int | None, typer.Option(min=2, help="Tokens a row. Default: the plan's, or 128.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the checkpoint goes.")] = Path("outputs"),
     backend: Backend = "inductor",

@@ -52,6 +52,12 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the name of its owner, the first that has it."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 @contextlib.contextmanager
 def boundaries_installed(model: PreTrainedModel, recorded: bool) -> Iterator[Inputs]:
     """Every boundary of `model` an op of ours, every block a nested region; all as it was on leaving.
@@ -105,7 +111,9 @@ def _attention_forward(
 
 def _layout_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> Tensor:
     if use_vmap:
-        raise UnsupportedOp("a custom mask function has no rule; masks are causal plus padding plus documents")
+        raise UnsupportedOp(
+            "a mask of its own making, such as bidirectional attention, has no rule; masks are causal plus padding plus documents"
+        )
     assert _INPUTS.layout is not None
     return mask_layout_op(_INPUTS.layout, True, local_size)
 

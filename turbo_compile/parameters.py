@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
+from turbo_compile.huggingface import tied_names
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
 
@@ -25,12 +26,6 @@ class Sharded:
     parameters: dict[str, nn.Parameter]
     exported: dict[str, torch.dtype]
     tied: dict[str, str]
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the name of its owner, the first that has it."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def shard_parameters(

@@ -35,7 +35,8 @@ def agree(what: str, tokens: int, error: Exception | None, device: torch.device)
     everyone = [torch.empty_like(mine) for _ in range(world)]
     if error is not None:
         store.set(f"{_FAILURE}/batch/{rank}", str(error))
-    dist.all_gather(everyone, mine)
+    with failing_together("the call"):
+        dist.all_gather(everyone, mine)
     if error is not None:
         raise error
     digests, counts = torch.stack(everyone).T.tolist()

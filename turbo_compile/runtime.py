@@ -72,7 +72,9 @@ class Runtime:
         mode = "train" if self.model.training else "eval"
         grad = "" if torch.is_grad_enabled() else ", no_grad"
         sync = "" if self.synchronised else ", no_sync"
-        return batch, agree(f"{keys} ({mode}{grad}{sync})", batch.tokens, None, self.axes.device)
+        logits = ", logits" if batch.return_logits else ""
+        router = ", router logits" if batch.router else ""
+        return batch, agree(f"{keys} ({mode}{grad}{sync}{logits}{router})", batch.tokens, None, self.axes.device)
 
     def _signature(self, batch: Batch) -> Signature:
         trainable = frozenset(fqn for fqn, p in self.sharded.parameters.items() if p.requires_grad)
@@ -373,12 +375,6 @@ def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a compiled model: its executables by signature, for inspection and benchmarks."""
     runtime: Runtime = model.__dict__["_turbo_compile_runtime"]
     return runtime
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime behind a compiled model's forward."""
-    found: Runtime = model.__dict__["_turbo_compile_runtime"]
-    return found
 
 
 def _guard_submodules(model: nn.Module) -> None:

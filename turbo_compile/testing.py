@@ -1,7 +1,7 @@
 """Does a compiled model compute what the plain one does? Loss and every gradient, side by side, in one run.
 
-    report = check(lambda: Qwen3ForCausalLM(config), {"mesh": {"fsdp": 2}}, batch)
-    assert report.ok, report
+report = check(lambda: Qwen3ForCausalLM(config), {"mesh": {"fsdp": 2}}, batch)
+assert report.ok, report
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _LOW = (torch.bfloat16, torch.float16)
 class Row:
     """One tensor compared with the reference, the worst over all steps and seeds.
 
-    `error` is |ours - reference| / |reference| in the 2-norm; absolute when `vanishing`, where the reference is rounding
-    noise. In low precision `eager` is the error of the eager model in that precision, and `ratio` how ours compares
-    with it (geometric mean over steps and seeds).
+    `error` is |ours - reference| / |reference| in the 2-norm; absolute when `vanishing`, where the reference is
+    rounding noise. In low precision `eager` is the error of the eager model in that precision, and `ratio` how ours
+    compares with it (geometric mean over steps and seeds).
     """
 
     fqn: str
@@ -89,8 +89,11 @@ class Report:
         ranked = sorted(self.rows[1:], key=lambda row: row.ratio or row.error, reverse=True)
         for row in (*self.rows[:1], *ranked[:most]):
             error = f"{row.error:.1e}" + (" abs" if row.vanishing else "")
-            more = [f"{row.eager:.1e}", f"{row.ratio:.2f}" if row.ratio is not None else ""] if row.eager is not None else []
-            table.add_row(row.fqn, error, *more, style="" if low or self._holds(row) else "red")
+            eager = f"{row.eager:.1e}" if row.eager is not None else ""
+            ratio = f"{row.ratio:.2f}" if row.ratio is not None else ""
+            table.add_row(
+                row.fqn, error, *((eager, ratio) if low else ()), style="" if low or self._holds(row) else "red"
+            )
         if len(ranked) > most:
             table.add_row(f"and {len(ranked) - most} more, all smaller", "")
         return table
@@ -138,8 +141,8 @@ def check(
         steps: how many forwards and backwards on the batch, an SGD step of `lr` between.
         seeds: weights are made and compared for each; the model is compiled once.
         tolerance: the largest relative error of a loss or gradient.
-        ratio_limit: for a plan that computes in bf16 or fp16, which no tolerance judges: how much further than the eager
-            model in that dtype the gradients may be from the fp32 reference, geometric mean over tensors.
+        ratio_limit: for a plan that computes in bf16 or fp16, which no tolerance judges: how much further than the
+            eager model in that dtype the gradients may be from the fp32 reference, geometric mean over tensors.
 
     Raises:
         TurboCompileError: the batch cannot be dealt out, or the factory makes another model each time.
@@ -214,7 +217,9 @@ def _models(
     reference, product = _make(factory, seed), _make(factory, seed)
     pairs = zip(reference.named_parameters(), product.parameters(), strict=True)
     if different := [fqn for (fqn, p), q in pairs if not torch.equal(p, q)]:
-        raise TurboCompileError(f"model_factory makes another {different[0]} each time; it must depend on the seed alone")
+        raise TurboCompileError(
+            f"model_factory makes another {different[0]} each time; it must depend on the seed alone"
+        )
     words = Plan.layers(environment(), None if plan == "auto" else plan).dtype
     compute = choose_dtypes(reference, words).compute
     if not any(dtype in _LOW for dtype in compute.values()):

@@ -71,7 +71,9 @@ def pack(documents: list[str], tokenizer: Any, vocabulary: int, seq: int) -> Cor
     begins[torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)[:-1]] = True
     rows = len(ids) // seq
     if not rows:
-        raise TurboCompileError(f"the text has {len(ids)} tokens, fewer than one row of {seq}; give more, or a smaller --seq")
+        raise TurboCompileError(
+            f"the text has {len(ids)} tokens, fewer than one row of {seq}; give more, or a smaller --seq"
+        )
     if int(ids.max()) >= vocabulary:
         raise TurboCompileError(
             f"the tokenizer makes token {int(ids.max())}, but the model's vocabulary ends at {vocabulary - 1}"
@@ -90,7 +92,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_symbols() -> list[str]:
-    """The visible character that byte-level tokenizers write for each byte: itself if printable, else one from 256 up."""
+    """The visible character that byte-level tokenizers write for each byte: itself, or one from 256 up."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in shown else next(others)) for byte in range(BYTES)]

@@ -85,7 +85,7 @@ def _signature(model: PreTrainedModel, plan: Plan) -> Signature:
 
 
 def _held(model: PreTrainedModel, plan: Plan) -> str:
-    """Bytes of parameters on a rank: they differ where rows do not divide, above all where there are fewer than ranks."""
+    """Bytes of parameters on a rank, which differ where rows do not divide, most where there are fewer than ranks."""
     masters = choose_dtypes(model, plan.dtype).master
     shapes = {name: (p.shape, masters[name]) for name, p in model.named_parameters()}
     fullest, total = 0, 0
@@ -94,8 +94,9 @@ def _held(model: PreTrainedModel, plan: Plan) -> str:
         row = shape[1:].numel() * dtype.itemsize if len(shape) else dtype.itemsize
         fullest += layout.chunk * row
         total += shape.numel() * dtype.itemsize // layout.ranks if layout.sharded else shape.numel() * dtype.itemsize
-    mean = f"{total / 2**30:.2f} GiB"
-    return mean if fullest < 1.05 * total else f"{mean} on average, {fullest / 2**30:.2f} GiB on the fullest (rows do not divide)"
+    if fullest < 1.05 * total:
+        return f"{total / 2**30:.2f} GiB"
+    return f"{total / 2**30:.2f} GiB on average, {fullest / 2**30:.2f} on the fullest, as rows do not divide"
 
 
 def _facts(model: PreTrainedModel, plan: Plan, program: StepProgram, held: str) -> list[tuple[str, str]]:

@@ -115,10 +115,13 @@ def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _tiny_heads(values: Mapping[str, Any]) -> dict[str, int]:
+    changed = {}
     heads, groups = values.get("num_attention_heads"), values.get("num_key_value_heads")
-    if heads is None or groups is None:
-        return {}
-    return {"num_key_value_heads": min(4, heads) if groups == heads else min(2, groups)}
+    if heads is not None and groups is not None:
+        changed["num_key_value_heads"] = min(4, heads) if groups == heads else min(2, groups)
+    if "qk_rope_head_dim" in values and values.get("head_dim"):
+        changed["head_dim"] = _SIZES["qk_rope_head_dim"]  # in latent attention: of the rotary part alone
+    return changed
 
 
 def _tiny_depth(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +167,8 @@ def _config(model: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split("\n")[0].split())
         raise TurboCompileError(
-            f"{model} is no model that can be read ({reason}); give a hub id, a directory with a config.json, or a config file"
+            f"{model} is no model that can be read ({reason}); "
+            "give a hub id, a directory with a config.json, or a config file"
         ) from error
 
 

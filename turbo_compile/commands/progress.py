@@ -48,7 +48,13 @@ def open_display(steps: int, *, shown: bool) -> Display:
 
 class _Bar:
     def __init__(self, console: Console, steps: int) -> None:
-        columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (
+            SpinnerColumn(),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
         self.progress = Progress(*columns, console=console)
         self.task = self.progress.add_task("", total=steps)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import logging
@@ -126,8 +125,8 @@ class _Feed:
         if count == 1:
             return [mine]
         tokens = int((whole["labels"][:, 1:] != -100).sum())
-        parts: list[dict[str, Tensor]] = [{key: value.chunk(count)[i] for key, value in mine.items()} for i in range(count)]
-        return [{**part, "num_items_in_batch": tokens} for part in parts]
+        parts = zip(*(value.chunk(count) for value in mine.values()), strict=True)
+        return [{**dict(zip(mine, part, strict=True)), "num_items_in_batch": tokens} for part in parts]
 
     def example(self) -> dict[str, Any]:
         return self.micro_batches(0)[0]

@@ -87,10 +87,6 @@ class Program:
     def calls(self) -> Iterator[fx.Node]:
         return (node for node in self.graph.nodes if node.op == "call_module")
 
-    def split(self, call: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[Any, ...]]:
-        """The groups and the inputs of a call."""
-        return split_groups(call)
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:
