@@ -84,7 +84,7 @@ def test_what_is_no_hugging_face_model_is_refused() -> None:
         turbo_compile(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-# --- a compiled model refuses a call, and the next one is right --------------------------------------------------------
+# --- a compiled model refuses a call, and the next one is right -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

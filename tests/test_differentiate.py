@@ -71,7 +71,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Use:
-    """A call: of which body, on which earlier values, with the group of which earlier call of that body (or its own)."""
+    """A call: of which body, on which earlier values, with whose group: that of an earlier call of the body, or its own."""
 
     body: int
     inputs: tuple[int, ...]
@@ -100,7 +100,7 @@ _bodies = st.builds(
     Body,
     weights=st.integers(1, 2),
     inputs=st.integers(1, 2),
-    steps=st.lists(st.builds(Step, st.sampled_from(OPS), _index, _index), min_size=1, max_size=4).map(tuple),
+    steps=st.lists(st.builds(Step, st.sampled_from(OPS), _index, _index), min_size=2, max_size=5).map(tuple),
     outputs=st.lists(_index, min_size=1, max_size=3).map(tuple),
     count=st.booleans(),
     absent=st.booleans(),
@@ -407,7 +407,7 @@ def test_random_programs_have_autograds_gradients(recipe: Recipe) -> None:
 
 
 def chosen(*modes: str, sharded: bool = False) -> Recipe:
-    """A program with a bit of everything: tied weights, dropout, a returned input, an unused, an integer, a None output."""
+    """A program with a bit of everything: tied weights, dropout, returned inputs, unused, integer and None outputs."""
     first = Body(
         weights=2,
         inputs=1,
@@ -433,6 +433,16 @@ def chosen(*modes: str, sharded: bool = False) -> Recipe:
 
 
 MIXTURES = [("none", "selective", "full"), ("full", "full", "none"), ("selective", "none", "selective")]
+
+
+def test_uses_of_one_group_may_train_different_weights_of_it() -> None:
+    body = Body(2, 1, (Step("linear", 0, 0), Step("linear", 0, 1)), outputs=(0, 1), count=False, absent=False)
+    uses = (
+        Use(0, (0, 0), None, counts_as_ids=False, mode="none", reshard=True),  # of both weights
+        Use(0, (0, 0), 0, counts_as_ids=False, mode="full", reshard=True),  # its second output goes nowhere
+    )
+    for sharded in (False, True):
+        check(Recipe((body,), uses, (1, 3), 0, False, frozenset(), sharded), "eager")
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -471,7 +481,7 @@ def seeded_loss(model: Any, ids: Tensor, seed: int = 11) -> Tensor:
 
 
 def slope(mode: str, backend: str) -> tuple[float, float, list[float]]:
-    """|gradient|, the loss's slope along it, and the loss of one seed twice and of another; every rank reports the same.
+    """|gradient|, the loss's slope along it, and the loss of one seed twice and of another; the same on every rank.
 
     Rank r takes its half of the two rows.
     """
@@ -483,11 +493,11 @@ def slope(mode: str, backend: str) -> tuple[float, float, list[float]]:
     gradients = [p.grad for p in model.parameters()]
     norm = float(torch.stack([whole(g).norm() for g in gradients]).norm())
     moved = []
-    with torch.no_grad():
-        for distance in (1e-3, -2e-3, 1e-3):
+    for distance in (1e-3, -2e-3, 1e-3):
+        with torch.no_grad():
             torch._foreach_add_(list(model.parameters()), torch._foreach_mul(gradients, distance / norm))
-            moved.append(float(seeded_loss(model, ids)))
-        others = [float(loss), float(seeded_loss(model, ids)), float(seeded_loss(model, ids, seed=12))]
+        moved.append(float(seeded_loss(model, ids).detach()))
+    others = [float(loss.detach()), moved[2], float(seeded_loss(model, ids, seed=12).detach())]
     return norm, (moved[0] - moved[1]) / 2e-3, others
 
 

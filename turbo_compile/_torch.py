@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -64,10 +66,26 @@ def capture_graph(function: Callable[..., Any], arguments: tuple[Any, ...]) -> f
     with (
         torch._dynamo.config.patch(inline_single_use_invoke_subgraph=False, assume_static_by_default=True),
         warnings.catch_warnings(),
+        _attributes_in_their_region(),
     ):
         # Batch fields handed to boundaries and what transformers records: meant, and gone after the capture.
         warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
         return dynamo_graph_capture_for_export(function)(*arguments)
+
+
+@contextlib.contextmanager
+def _attributes_in_their_region() -> Iterator[None]:
+    """Have `weight.T` traced where it is read: Dynamo traces it where `weight` came from, outside the nested region."""
+
+    def create(base: fx.Proxy, name: str) -> fx.Proxy:
+        return InstructionTranslator.current_tx().output.create_proxy("call_function", getattr, (base, name), {})
+
+    before = GetAttrVariable.create_getattr_proxy
+    GetAttrVariable.create_getattr_proxy = staticmethod(create)
+    try:
+        yield
+    finally:
+        GetAttrVariable.create_getattr_proxy = staticmethod(before)
 
 
 def mark_dynamic(tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from turbo_compile import _torch, seeds

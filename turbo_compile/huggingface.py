@@ -112,7 +112,8 @@ def _attention_forward(
 def _layout_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> Tensor:
     if use_vmap:
         raise UnsupportedOp(
-            "a mask of its own making, such as bidirectional attention, has no rule; masks are causal plus padding plus documents"
+            "bidirectional attention, or another mask of the model's own making, has no rule; masks are causal plus "
+            "padding plus documents"
         )
     assert _INPUTS.layout is not None
     return mask_layout_op(_INPUTS.layout, True, local_size)
