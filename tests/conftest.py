@@ -1,4 +1,4 @@
-"""What tests share: snapshots (texts kept so that a change shows as a diff; `pytest --update` rewrites them), a world."""
+"""What tests share: a world, and snapshots: texts kept so that a change shows as a diff (`pytest --update`)."""
 
 from __future__ import annotations
 

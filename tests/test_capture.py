@@ -1,4 +1,4 @@
-"""Capture: every block of every family is one call of a shared segment, whatever the depth; what cannot be is refused."""
+"""Capture: every block of every family is one call of a shared segment, at any depth; what cannot be is refused."""
 
 from __future__ import annotations
 

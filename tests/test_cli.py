@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,10 @@ from turbo_compile import testing
 from turbo_compile.cli import app
 from turbo_compile.commands import checking
 from turbo_compile.commands.corpus import byte_tokenizer, pack, read_documents
-from turbo_compile.commands.failures import RankFailed
-from turbo_compile.commands.launch import on_ranks
-from turbo_compile.commands.models import find_model, tiny
+from turbo_compile.commands.models import tiny
 from turbo_compile.commands.options import TrainOptions
 from turbo_compile.commands.training import train_model
-from turbo_compile.errors import RankError, TurboCompileError
+from turbo_compile.errors import TurboCompileError
 from turbo_compile.plans.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,11 +45,14 @@ QWEN3: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """A command is a process of its own: each starts and ends outside any process group."""
-    for _ in range(2):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if _ == 0:
-            yield
+    _leave_group()
+    yield
+    _leave_group()
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -99,8 +97,8 @@ def test_inspect_reads_a_plan_file_under_settings_of_the_command_line(config: Pa
 # --- check -----------------------------------------------------------------------------------------------------------
 
 
-def test_check_on_two_ranks_prints_the_table_and_passes(config: Path) -> None:
-    done = run("check", config, "--ranks", 2, "--backend", "eager")
+def test_check_prints_the_table_and_passes(config: Path) -> None:
+    done = run("check", config, "--backend", "eager")
     assert done.exit_code == 0, done.output
     assert "model.layers.1.mlp.down_proj.weight" in done.output
     assert re.search(r"ok: worst is \S+ with \S+ \(limit 1e-05\)", done.output)
@@ -195,8 +193,8 @@ def test_documents_are_packed_and_kept_apart(tmp_path: Path) -> None:
         (("check", "CONFIG", "--ranks", "2", "--set", "mesh.fsdp=3"), "multiplies to 3, but the world has 2 ranks"),
         (("train", "CONFIG", "--data", "missing.txt"), "cannot read missing.txt: No such file"),
         (("train", "CONFIG", "--batch", "5000"), "fewer than a batch of 5000"),
-        (("train", "CONFIG", "--seq", "500000"), "fewer than a row of 500000"),
-        (("train", "CONFIG", "--set", "mesh.fsdp=2", "--batch", "3", "--ranks", "2"), "--batch 3 is not a multiple"),
+        (("train", "CONFIG", "--seq", "500000"), "fewer than one row of 500000"),
+        (("train", "CONFIG", "--set", "batch.micro=3", "--batch", "4"), "--batch 4 is not a multiple of micro"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -235,88 +233,3 @@ def test_help_answers_without_torch() -> None:
     assert done.stdout.strip() == "[]", done.stderr
     listed = run("--help").output
     assert all(name in listed for name in ("inspect", "check", "train"))
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def behave(how: str) -> int:
-    """What a rank does in the tests below: rank 1 misbehaves, rank 0 waits for it."""
-    if dist.get_rank() == 1:
-        if how == "raises":
-            raise ValueError("a bug")
-        if how == "refuses":
-            raise TurboCompileError("what to do instead")
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-    if how == "sleeps":
-        Path(os.environ["READY"], str(dist.get_rank())).touch()
-        time.sleep(600)
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        raise RankError("another rank is gone") from error
-    return dist.get_rank() + 10
-
-
-@pytest.mark.parametrize(
-    ("how", "message", "expected"),
-    [
-        ("raises", "a bug", False),
-        ("refuses", "what to do instead", True),
-        ("dies", "was killed by SIGKILL", True),
-    ],
-)
-def test_one_failing_rank_ends_all_and_tells_its_own_reason(how: str, message: str, expected: bool) -> None:
-    began = time.monotonic()
-    with pytest.raises(RankFailed, match=message) as failure:
-        on_ranks(f"{__name__}:behave", how, 2)
-    assert failure.value.rank == 1
-    assert failure.value.expected is expected
-    assert "in behave" in failure.value.details or how == "dies"
-    assert time.monotonic() - began < 60
-
-
-def test_ranks_that_succeed_hand_back_what_the_first_returned() -> None:
-    assert on_ranks(f"{__name__}:behave", "well", 2) == 10
-
-
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_ranks_end_with_the_command(tmp_path: Path, sent: signal.Signals, code: int) -> None:
-    """After Ctrl-C, and even when the command is killed and can do nothing more."""
-    body = (
-        "import sys, turbo_compile.commands.launch as launch\n"
-        "if __name__ == '__main__':\n"
-        "    try:\n"
-        f"        launch.on_ranks('{__name__}:behave', 'sleeps', 2)\n"
-        "    except KeyboardInterrupt:\n"
-        "        sys.exit(130)\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(body)
-    paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
-    environment = os.environ | {"READY": str(tmp_path), "PYTHONPATH": paths}
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment, start_new_session=True)
-    try:
-        _wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), 90)
-        parent.send_signal(sent)
-        assert parent.wait(30) == code
-        _wait_until(lambda: not _group_lives(parent.pid), 30)
-    finally:
-        if _group_lives(parent.pid):
-            os.killpg(parent.pid, signal.SIGKILL)
-
-
-def _wait_until(condition: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
-def _group_lives(leader: int) -> bool:
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return False
-    return True

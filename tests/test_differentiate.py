@@ -71,7 +71,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Use:
-    """A call: of which body, on which earlier values, with whose group: that of an earlier call of the body, or its own."""
+    """A call: of which body, on which earlier values, with its own group or an earlier call's."""
 
     body: int
     inputs: tuple[int, ...]
@@ -445,10 +445,19 @@ def test_uses_of_one_group_may_train_different_weights_of_it() -> None:
         check(Recipe((body,), uses, (1, 3), 0, False, frozenset(), sharded), "eager")
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("modes", MIXTURES, ids="-".join)
-def test_mixed_partitions_have_autograds_gradients(modes: tuple[str, ...], backend: str) -> None:
-    check(chosen(*modes, sharded=modes[0] == "full"), backend)
+def test_mixed_partitions_have_autograds_gradients(modes: tuple[str, ...]) -> None:
+    check(chosen(*modes, sharded=modes[0] == "full"), "eager")
+
+
+@pytest.mark.parametrize("modes", [("selective", "full"), ("none", "none")], ids="-".join)
+def test_compiled_partitions_have_autograds_gradients(modes: tuple[str, ...]) -> None:
+    steps = (Step("linear", 0, 0), Step("dropout", 1, 0), Step("weights", 2, 0), Step("add", 3, 0))
+    body = Body(1, 1, steps, outputs=(0, 3), count=True, absent=True)  # its last value and a copy of its input
+    first, last = (
+        Use(0, (1 - turn, 0), 0, counts_as_ids=True, mode=mode, reshard=True) for turn, mode in enumerate(modes)
+    )
+    check(Recipe((body,), (first, last), (0, 1), 0, False, frozenset(), sharded=True), "inductor")
 
 
 # --- dropout: the gradient must belong to the loss --------------------------------------------------------------------

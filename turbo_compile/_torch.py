@@ -80,12 +80,13 @@ def _attributes_in_their_region() -> Iterator[None]:
     def create(base: fx.Proxy, name: str) -> fx.Proxy:
         return InstructionTranslator.current_tx().output.create_proxy("call_function", getattr, (base, name), {})
 
-    before = GetAttrVariable.create_getattr_proxy
-    GetAttrVariable.create_getattr_proxy = staticmethod(create)
+    owner: Any = GetAttrVariable
+    before = owner.create_getattr_proxy
+    owner.create_getattr_proxy = staticmethod(create)
     try:
         yield
     finally:
-        GetAttrVariable.create_getattr_proxy = staticmethod(before)
+        owner.create_getattr_proxy = staticmethod(before)
 
 
 def mark_dynamic(tensor: torch.Tensor) -> None:

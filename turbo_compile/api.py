@@ -107,13 +107,15 @@ def _check(model: Any, backend: str) -> None:
 
 
 def _resolve(plan: PlanLike, model: PreTrainedModel) -> Plan:
-    """The plan in force, every layer in its place: auto and the model's own say, then environment and argument."""
+    """The plan in force, each over those before: auto and what the model says, a file, the environment, an argument."""
     own: dict[str, Any] = {}
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         own["recompute"] = "full"
     if plan == "auto":
         own["mesh"] = {"fsdp": dist.get_world_size()}
-    resolved = Plan.layers(own, environment(), None if plan == "auto" else plan)
+    file = plan if isinstance(plan, (str, PathLike)) and plan != "auto" else None
+    argument = None if isinstance(plan, (str, PathLike)) else plan
+    resolved = Plan.layers(own, file, environment(), argument)
     check_supported(resolved)
     return resolved
 

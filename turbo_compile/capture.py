@@ -101,7 +101,8 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
         denominator: Tensor,
         seed: Tensor,
     ) -> tuple[Tensor, ...]:
-        for other in (positions, layout, valid, targets):
+        read = (positions, layout, valid, targets) if signature.loss else (positions, layout, valid)
+        for other in read:  # a call without labels has no targets: no size may come from them
             torch._check(other.shape[0] == ids.shape[0])
             torch._check(other.shape[1] == ids.shape[1])
         inputs.layout, inputs.valid, inputs.seed = layout, valid, seed

@@ -34,9 +34,16 @@ def wait(started: Any) -> NoReturn:
     raise _not_lowered("wait")
 
 
-def add_gradients(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The sum of two uses of a group, gradient by gradient."""
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+def add_gradients(
+    a: tuple[Any, ...], b: tuple[Any, ...], places: tuple[tuple[int | None, int | None], ...] | None = None
+) -> tuple[Any, ...]:
+    """The sum of two uses of a group, gradient by gradient.
+
+    `places` says, where the uses train different parameters of the group, which gradient of each makes the sum.
+    """
+    if places is None:
+        return tuple(x + y for x, y in zip(a, b, strict=True))
+    return tuple(b[j] if i is None else a[i] if j is None else a[i] + b[j] for i, j in places)  # type: ignore[index]
 
 
 STARTS = (all_gather, reduce_scatter, all_reduce)

@@ -220,18 +220,29 @@ class _Differentiation:
 
 
 def _accumulate(graph: fx.Graph, gradients: dict[fx.Node, fx.Node], value: fx.Node, part: fx.Node) -> None:
-    if value not in gradients:
+    before = gradients.get(value)
+    if before is None:
         gradients[value] = part
-        return
-    if "fqns" in part.meta:
-        total = graph.call_function(collectives.add_gradients, (gradients[value], part))
-        if gradients[value].meta["fqns"] != part.meta["fqns"]:
-            raise InvalidProgram(f"{value.name}: two uses disagree on which parameters are trained")
-        total.meta["fqns"] = part.meta["fqns"]
+    elif "fqns" in part.meta:
+        gradients[value] = _add_groups(graph, before, part)
     else:
-        total = graph.call_function(operator.add, (gradients[value], part))
-        total.meta["val"] = part.meta["val"]
-    gradients[value] = total
+        gradients[value] = graph.call_function(operator.add, (before, part))
+        gradients[value].meta["val"] = part.meta["val"]
+
+
+def _add_groups(graph: fx.Graph, before: fx.Node, part: fx.Node) -> fx.Node:
+    """The sum of a group's gradients from two uses, which may train different parameters of it."""
+    first, second = before.meta["fqns"], part.meta["fqns"]
+    names = tuple(dict.fromkeys((*first, *second)))
+    if first == second:
+        total = graph.call_function(collectives.add_gradients, (before, part))
+    else:
+        places = tuple(
+            (first.index(fqn) if fqn in first else None, second.index(fqn) if fqn in second else None) for fqn in names
+        )
+        total = graph.call_function(collectives.add_gradients, (before, part), {"places": places})
+    total.meta["fqns"] = names
+    return total
 
 
 def _dependencies(segment: Segment) -> list[set[int]]:

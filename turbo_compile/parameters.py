@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
-from turbo_compile.huggingface import tied_names
+from turbo_compile.huggingface import block_modules, tied_names
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
 
@@ -136,26 +136,43 @@ def accept_full_tensors(model: nn.Module, sharded: Sharded) -> None:
 
 
 def _initialise(model: PreTrainedModel, sharded: Sharded, masters: dict[str, torch.dtype]) -> None:
-    """Initialise a model that is on meta, in the order transformers does, each module whole only while it is filled.
+    """Initialise a model that is on meta, in the order transformers does, each unit whole only while it is filled.
 
+    A unit is a block, or a part with no block inside: a module may fill its children's weights anew, as GPT-2's do.
     Every rank starts from rank 0's random state, so that all fill the same values.
     """
     _share_random_state(sharded.axes)
+    blocks = block_modules(model)
     names = {id(module): prefix for prefix, module in model.named_modules()}
+    around = {id(model.get_submodule(path)) for block in blocks for path in _paths_above(block)}
 
-    def visit(module: nn.Module, root: PreTrainedModel) -> None:
-        for child in module.children():
-            visit(child, child if isinstance(child, PreTrainedModel) else root)
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if not own:
-            return
-        _materialise(module, sharded.axes.device)
+    def fill(module: nn.Module, root: PreTrainedModel) -> None:
+        if id(module) not in around:
+            for child in module.children():
+                fill(child, child if isinstance(child, PreTrainedModel) else root)
         module._is_hf_initialized = False  # type: ignore[assignment]
         root._initialize_weights(module)
-        _shard_module(names[id(module)], module, sharded, masters)
+
+    def visit(module: nn.Module, root: PreTrainedModel) -> None:
+        parts = dict(module.named_modules(prefix=names[id(module)]))
+        if id(module) in around:
+            for child in module.children():
+                visit(child, child if isinstance(child, PreTrainedModel) else root)
+            parts = {names[id(module)]: module}
+        for part in parts.values():
+            _materialise(part, sharded.axes.device)
+        fill(module, root)
+        for prefix, part in parts.items():
+            _shard_module(prefix, part, sharded, masters)
 
     with torch.no_grad():
         visit(model, model)
+
+
+def _paths_above(fqn: str) -> list[str]:
+    """The modules around a module: the root, then `a`, `a.b` for `a.b.c`."""
+    parts = fqn.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts))]
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
@@ -169,8 +186,10 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _share_random_state(axes: Axes) -> None:
+    """Rank 0's random state on every rank."""
     if axes.sizes["world"] == 1:
         return
-    seed = torch.randint(2**31, (1,), device=axes.device)
-    torch.distributed.broadcast(seed, src=0)
-    torch.manual_seed(int(seed))
+    accelerator = torch.cuda if axes.device.type == "cuda" else torch
+    state = accelerator.get_rng_state().to(axes.device)
+    torch.distributed.broadcast(state, src=0)
+    accelerator.set_rng_state(state.cpu())

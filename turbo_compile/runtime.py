@@ -68,13 +68,20 @@ class Runtime:
         except Exception as error:
             agree("", 0, error, self.axes.device)  # tells the other ranks
             raise
+        return batch, agree(self._about(batch), batch.tokens, None, self.axes.device)
+
+    def _about(self, batch: Batch) -> str:
+        """What every rank must be about to do alike; a mask, or rows and lengths of its own, are no matter."""
         keys = ", ".join(key for key in batch.keys if key != "attention_mask")
-        mode = "train" if self.model.training else "eval"
-        grad = "" if torch.is_grad_enabled() else ", no_grad"
-        sync = "" if self.synchronised else ", no_sync"
-        logits = ", logits" if batch.return_logits else ""
-        router = ", router logits" if batch.router else ""
-        return batch, agree(f"{keys} ({mode}{grad}{sync}{logits}{router})", batch.tokens, None, self.axes.device)
+        said = ["train" if self.model.training else "eval"]
+        said += ["no_grad"] if not torch.is_grad_enabled() else []
+        said += ["no_sync"] if not self.synchronised else []
+        said += ["logits"] if batch.return_logits else []
+        said += ["router logits"] if batch.router else []
+        said += [f"{float(batch.num_items):g} items"] if batch.num_items is not None else []
+        frozen = [fqn for fqn, parameter in self.sharded.parameters.items() if not parameter.requires_grad]
+        said += [f"{len(frozen)} frozen from {frozen[0]} to {frozen[-1]}"] if frozen else []
+        return f"{keys} ({', '.join(said)})"
 
     def _signature(self, batch: Batch) -> Signature:
         trainable = frozenset(fqn for fqn, p in self.sharded.parameters.items() if p.requires_grad)

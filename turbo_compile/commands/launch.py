@@ -60,7 +60,9 @@ def on_ranks(work: str, argument: Any, ranks: int) -> Any:
             raise PlanError(f"the launcher started {world} ranks, but the plan and --ranks ask for {ranks}")
         _quiet_unless_first()
         _join(None)
-    return _named(work)(argument)
+    result = _named(work)(argument)
+    _part()
+    return result
 
 
 def local_device() -> torch.device:
@@ -161,11 +163,17 @@ def _rank(work: str, argument: Any, rank: int, ranks: int, port: int, end: Conne
         return
     except Exception as error:
         expected = isinstance(error, TurboCompileError)
-        said = _Failed(str(error), traceback.format_exc(), expected, isinstance(error, RankError))
+        said = _Failed(str(error), traceback.format_exc(), expected, _is_echo(error))
     end.send(said)
     end.close()
-    if dist.is_initialized() and isinstance(said, _Finished):
-        dist.destroy_process_group()
+    if isinstance(said, _Finished):
+        _part()
+
+
+def _is_echo(error: Exception) -> bool:
+    """Whether an error only says that another rank is gone."""
+    torn = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl", "by peer"))
+    return isinstance(error, RankError) or (isinstance(error, RuntimeError) and torn)
 
 
 def _named(work: str) -> Any:
@@ -191,6 +199,11 @@ def _join(store: dist.Store | None) -> None:
     else:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _quiet_unless_first() -> None:

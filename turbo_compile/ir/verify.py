@@ -328,8 +328,8 @@ def _gradients_complete(step: StepProgram, backward: fx.Graph) -> Iterator[Fault
     for result, names in zip(results, step.gradient_groups, strict=False):
         if result.meta.get("fqns") != names:
             yield result, f"is returned as the gradient of {', '.join(names)}"
-        summed = _summed(result)
         for fqn in names:
+            summed = _summed(result, fqn)
             if fqn not in step.parameters or not step.parameters[fqn].trainable:
                 yield result, f"{fqn} is frozen, and gets a gradient"
             for use in uses.get(fqn, Counter()) - summed:
@@ -338,11 +338,13 @@ def _gradients_complete(step: StepProgram, backward: fx.Graph) -> Iterator[Fault
                 yield result, f"the gradient of {fqn} counts {use.fqn} twice, or takes what is not its own"
 
 
-def _summed(result: fx.Node) -> Counter[Call]:
-    """The backward calls whose gradients a value is the sum of."""
+def _summed(result: fx.Node, fqn: str) -> Counter[Call]:
+    """The backward calls whose gradients of `fqn` a value is the sum of."""
     value = before_exchange(result)
+    if fqn not in value.meta.get("fqns", (fqn,)):
+        return Counter()
     if adds_gradients(value):
-        return sum((_summed(argument) for argument in value.args), Counter())  # type: ignore[arg-type]
+        return sum((_summed(argument, fqn) for argument in value.args), Counter())  # type: ignore[arg-type]
     made = value.args[0] if value.args else None
     return Counter([made.meta["call"]] if isinstance(made, fx.Node) and made.op == "call_module" else [])
 
