@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3ForCausalLM, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
+from transformers import Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.families import FAMILIES, WINDOW, build, config_of
+from tests.families import FAMILIES, WINDOW, build
 from turbo_compile.capture import Signature, capture
 from turbo_compile.errors import CaptureError, UnsupportedOp
 from turbo_compile.huggingface import block_modules, compute_dtypes
@@ -137,6 +137,25 @@ def test_dense_layers_among_sparse_ones(changes: dict[str, Any], dense: list[int
     assert len(counts.args[0]) == 4 - len(dense)
 
 
+def test_attributes_of_weights_stay_in_their_block() -> None:
+    """`weight.T` is read where it stands, not traced as an input of the block."""
+    model = build("llama", 3)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Transposed(layer.mlp.down_proj.weight)
+    program = captured(model)
+    check_blocks(model, program)
+    assert len(program.segments) == 3
+
+
+class Transposed(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.T.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.T) + self.weight.mT.shape[0]
+
+
 def test_a_constant_of_each_layer() -> None:
     """12 layers that each scale by their number are 12 segments and still 12 calls."""
     model = build("gpt2", 12, scale_attn_by_inverse_layer_idx=True)
@@ -225,7 +244,18 @@ def test_chunked_attention_is_refused_by_name(chunked: Any) -> None:
         captured(chunked)
 
 
-def test_bidirectional_attention_is_refused_by_name() -> None:
-    model = Gemma3ForCausalLM(config_of("gemma3", 2, use_bidirectional_attention=True)).train()
-    with pytest.raises((UnsupportedOp, CaptureError), match="bidirectional"):
-        captured(model)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma3", {"use_bidirectional_attention": True}), ("llama", {"is_causal": False})],
+    ids=["a mask function of the model", "a configuration that is not causal"],
+)
+def test_bidirectional_attention_is_refused_by_name(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises((UnsupportedOp, CaptureError), match="bidirectional attention"):
+        captured(build(family, 1, **changes))
+
+
+def test_a_call_without_labels_reads_none() -> None:
+    """Sizes come from what every call has: GPT-2 looks one up wherever the tracer finds it."""
+    program = captured(build("gpt2", 1), loss=False, logits=True)
+    fields = {source(node).names[0] for node in program.graph.nodes if node.op == "placeholder"}
+    assert not fields & {"targets", "denominator"}

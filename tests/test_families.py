@@ -91,6 +91,95 @@ def test_half_precision_is_as_near_as_eager(family: str) -> None:
     assert math.exp(sum(logs) / len(logs)) <= 1.25
 
 
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "recompute all, keep weights, no prefetch": (
+        "llama",
+        {"mesh": {"fsdp": 2}, "recompute": "full", "schedule": {"reshard": False, "prefetch": 0}},
+    ),
+    "recompute some, prefetch far, small weights whole": (
+        "qwen3_moe",
+        {"mesh": {"fsdp": 2}, "recompute": "selective", "schedule": {"prefetch": 2}, "replicate_below": 1000},
+    ),
+    "each block its own way": (
+        "gpt_oss",
+        {
+            "mesh": {"fsdp": 2},
+            "recompute": {"model.layers.0": "none", "model.layers.1-2": "full", "model.layers.3": "selective"},
+            "schedule": {"reshard": {"model.layers.0-1": True, "model.layers.2-3": False}},
+        },
+    ),
+    "a whole module replicated": (
+        "gemma3",
+        {
+            "mesh": {"fsdp": 2},
+            "parameters": {
+                "model.layers.*.self_attn": {"placement": "Replicate"},
+                "model.embed_tokens": {"placement": "Replicate"},
+            },
+        },
+    ),
+    "replicas": ("mixtral", {"mesh": {"dp": 2}, "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_plans(world: World, case: str) -> None:
+    family, plan = PLANS[case]
+    world.run(_planned, family, plan)
+
+
+def _planned(family: str, plan: dict[str, Any]) -> None:
+    reference = build(family, 4)
+    model = compiled(reference, plan)
+    for batch in (plain(16), padded("left", 19)):
+        check_step(reference, model, batch)
+
+
+def test_replicas_of_shards() -> None:
+    """dp = 2 around fsdp = 2: parameters are cut in two and every half is held twice."""
+    ranks = World(4)
+    try:
+        ranks.run(_replicas_of_shards)
+    finally:
+        ranks.stop()
+
+
+def _replicas_of_shards() -> None:
+    reference = build("llama", 1, tie_word_embeddings=True)
+    model = compiled(reference, {"mesh": {"dp": 2, "fsdp": 2}})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (reference, model)]
+    for batch in (plain(16), ragged(17)):
+        check_step(reference, model, batch)
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        assert model.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+    for fqn, p in model.named_parameters():
+        torch.testing.assert_close(whole(p.detach()), reference.get_parameter(fqn).detach(), rtol=0, atol=1e-4)
+
+
+def test_static_shapes_are_compiled_one_by_one() -> None:
+    reference = build("qwen3", 1)
+    model = compiled(reference, {"batch": {"shapes": "static"}})
+    for batch in (plain(16), ragged(16), plain(9)):
+        check_step(reference, model, batch)
+    assert {signature.shape for signature in runtime_of(model).executables} == {(4, 16), (4, 9)}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen3_moe", "gpt_oss"])
+def test_evaluation_gives_eagers_logits(family: str) -> None:
+    reference = build(family).eval()
+    model = compiled(reference)
+    with torch.no_grad():
+        for batch in (plain(16), padded("left", 19)):
+            ours, expected = model(**batch), run_eager(reference, batch)
+            real = batch.get("attention_mask", torch.ones(1)).bool().expand(batch["input_ids"].shape)
+            torch.testing.assert_close(ours.logits[real], expected.logits[real], rtol=0, atol=1e-4)
+            assert ours.loss.item() == pytest.approx(expected.loss.item(), abs=1e-5)
+
+
 # --- Inductor --------------------------------------------------------------------------------------------------------
 
 

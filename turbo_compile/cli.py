@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from turbo_compile import commands
 from turbo_compile.commands.failures import RankFailed
@@ -92,7 +91,7 @@ def train(
     ] = None,
     plan: Plan = None,
     ranks: Ranks = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 50,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate after warm-up.")] = 3e-3,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows a step, all ranks. Default: the plan's, or 8.")] = None,
     seq: Annotated[int | None, typer.Option(min=2, help="Tokens a row. Default: the plan's, or 128.")] = None,
@@ -130,11 +129,10 @@ def _settings(settings: list[str] | None, dtype: str | None) -> list[str]:
     return [*short, *(settings or ())]
 
 
-def _print_facts(facts: Any) -> None:
-    table = Table.grid(padding=(0, 2))
+def _print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        table.add_row(name, value)
-    Console(highlight=False).print(table)
+        Console(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}}  {value}")
 
 
 def _speaks() -> bool:

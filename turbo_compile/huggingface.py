@@ -109,8 +109,8 @@ def _attention_forward(
     return out, None
 
 
-def _layout_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> Tensor:
-    if use_vmap:
+def _layout_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **more: Any) -> Tensor:
+    if use_vmap or "allow_is_bidirectional_skip" in more:  # what only transformers' bidirectional masks say
         raise UnsupportedOp(
             "bidirectional attention, or another mask of the model's own making, has no rule; masks are causal plus "
             "padding plus documents"
@@ -133,7 +133,6 @@ def _masks() -> Iterator[None]:
     refused = {
         "chunked_overlay": "chunked attention",
         "blockwise_overlay": "attention in both directions inside blocks of tokens",
-        "bidirectional_mask_function": "bidirectional attention",
         "sliding_window_bidirectional_overlay": "bidirectional sliding-window attention",
     }
     with contextlib.ExitStack() as stack:

@@ -6,7 +6,6 @@ gradients wait in `no_sync`, would train something else than asked. Each is an e
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from turbo_compile.errors import TurboCompileError
 
-_DEAD: dict[int, weakref.ref[Tensor]] = {}
-_LIVE: dict[int, tuple[weakref.ref[Tensor], Callable[[], bool], Callable[[], None]]] = {}
+_DEAD = "_turbo_compile_dead"  # attributes of the tensors themselves: weak references would forbid `model.to`
+_LIVE = "_turbo_compile_live"
 _BREAK_ON_SHARDS = {
     Adafactor: "it factors a second moment over rows that live on other ranks",
     Rprop: "it compares signs through an operator that shards do not have",
@@ -29,8 +28,10 @@ def watch(
     dead: Iterable[Tensor], live: Iterable[Tensor], pending: Callable[[], bool], drop: Callable[[], None]
 ) -> None:
     """Check every optimizer step against these parameters; an optimizer that zeroes `live` gradients calls `drop`."""
-    _DEAD.update((id(tensor), weakref.ref(tensor)) for tensor in dead)
-    _LIVE.update((id(tensor), (weakref.ref(tensor), pending, drop)) for tensor in live)
+    for tensor in dead:
+        setattr(tensor, _DEAD, True)
+    for tensor in live:
+        setattr(tensor, _LIVE, (pending, drop))
     _install()
 
 
@@ -44,7 +45,7 @@ def _install() -> None:
 
     def zero_and_drop(self: Optimizer, set_to_none: bool = True) -> None:
         zero_grad(self, set_to_none)
-        for drop in {drop for parameter in _parameters(self) if (drop := _live(parameter, 2))}:
+        for drop in {drop for parameter in _parameters(self) if (drop := _live(parameter, 1))}:
             drop()
 
     Optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
@@ -53,12 +54,12 @@ def _install() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     name = type(optimizer).__name__
     parameters = list(_parameters(optimizer))
-    if any((found := _DEAD.get(id(p))) is not None and found() is p for p in parameters):
+    if any(getattr(p, _DEAD, False) for p in parameters):
         raise TurboCompileError(
             f"this {name} was made before turbo_compile and holds parameters the model no longer has; "
             "make it from model.parameters() after turbo_compile"
         )
-    owned = [entry for p in parameters if (entry := _live(p, 1))]
+    owned = [entry for p in parameters if (entry := _live(p, 0))]
     if not owned:
         return
     for kind, reason in _BREAK_ON_SHARDS.items():
@@ -72,8 +73,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _live(parameter: Tensor, part: int) -> Any:
-    entry = _LIVE.get(id(parameter))
-    return entry[part] if entry is not None and entry[0]() is parameter else None
+    entry = getattr(parameter, _LIVE, None)
+    return entry[part] if entry is not None else None
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:

@@ -99,7 +99,7 @@ class Runtime:
 
     def _executable(self, signature: Signature, batch: Batch) -> Executable:
         if signature not in self.executables:
-            with failing_together("compilation"):
+            with failing_together("compilation"), torch.autocast(self.axes.device.type, enabled=False):
                 self.executables[signature] = self.build(signature)
         executable = self.executables[signature]
         _check_guards(executable, batch)
@@ -226,12 +226,16 @@ class _State:
 
     def forward(self) -> tuple[Tensor, ...]:
         arguments = [self._placeholder(node) for node in self.executable.inputs]
-        with torch.no_grad():
+        with torch.no_grad(), self._as_planned():
             results, bundles, kept = self.executable.forward(*arguments)
         self.fields = {}
         self.bundles = dict(zip(self.executable.bundle_names, bundles, strict=True))
         self.kept = list(kept)
         return tuple(results)
+
+    def _as_planned(self) -> contextlib.AbstractContextManager[Any]:
+        """Without a caller's autocast: the plan says what is computed in which dtype."""
+        return torch.autocast(self.runtime.axes.device.type, enabled=False)
 
     def _placeholder(self, node: Any) -> Any:
         found = source(node)
@@ -371,7 +375,7 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
     accept_full_tensors(model, runtime.sharded)
     _guard_submodules(model)
     live = list(runtime.sharded.parameters.values())
-    optimizers.watch(dead, live, lambda: bool(runtime.pending), runtime.drop_pending)
+    optimizers.watch(dead, live, lambda: bool(runtime.pending), lambda: runtime.drop_pending())
 
 
 def is_compiled(model: nn.Module) -> bool:
