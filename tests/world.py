@@ -98,6 +98,8 @@ class World:
                 connection = listener.accept()
                 by_rank[connection.recv()] = connection
         self._connections = [by_rank[rank] for rank in range(self.size)]
+        for connection in self._connections:
+            connection.send("join")  # all at once: on a busy machine the last starts long after the first
 
     def _receive(self, rank: int, deadline: float) -> tuple[bool, Any]:
         connection = self._connections[rank]
@@ -122,9 +124,10 @@ def main(address: str, port: int, rank: int, size: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     with Client(address) as parent:
+        parent.send(rank)
+        parent.recv()
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
-        parent.send(rank)
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 parent.send_bytes(_serve(*pickle.loads(parent.recv_bytes())))
