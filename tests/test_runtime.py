@@ -172,6 +172,16 @@ def requires_grad_flips() -> None:
     check_step(reference, model, ragged())
 
 
+def ranks_agree_on_what_is_trained() -> None:
+    reference, model = fresh()
+    model.model.layers[rank()].requires_grad_(False)
+    if ranks() > 1:
+        with pytest.raises(TurboCompileError, match=r"rank 1 with .*frozen from model\.layers\.1"):
+            model(**own_rows(plain()))
+    model.requires_grad_(True)
+    check_step(reference, model, plain())
+
+
 def nothing_to_train() -> None:
     reference, model = fresh()
     model.requires_grad_(False)
@@ -297,6 +307,8 @@ def loads_full_tensors() -> None:
         model.load_state_dict(other.state_dict() | {"stranger": torch.ones(1)})
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"model.norm.weight": torch.ones(31)}, strict=False)
+    with pytest.raises(TurboCompileError, match="assign"):
+        model.load_state_dict(other.state_dict(), assign=True)
 
 
 def a_tied_key_may_be_missing() -> None:
@@ -313,12 +325,20 @@ def a_tied_key_may_be_missing() -> None:
 
 
 def moved_to_where_it_is() -> None:
-    """Trainers call `model.to(device)`."""
+    """Trainers call `model.to(device)`: nothing moves, and what would have to is refused."""
     reference, model = fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = list(model.parameters())
-    model.to("cpu")
+    assert model.to("cpu").float() is model
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    for cast in (model.bfloat16, lambda: model.to(torch.float64), lambda: model.to("meta")):
+        with pytest.raises(TurboCompileError, match="stay torch.float32 on cpu"):
+            cast()
     check_step(reference, model, plain())
+    with model.no_sync():
+        backward(model, plain())
+    with pytest.raises(TurboCompileError, match="pending"):
+        optimizer.step()
 
 
 def saves(folder: str) -> None:
@@ -625,6 +645,7 @@ CHECKS = [
     a_second_backward_is_an_error,
     gradients_accumulate,
     requires_grad_flips,
+    ranks_agree_on_what_is_trained,
     nothing_to_train,
     hooks_see_gradients,
     clipping,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
+from turbo_compile.errors import TurboCompileError
 from turbo_compile.huggingface import block_modules, tied_names
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
@@ -114,7 +115,11 @@ def _swap(model: nn.Module, sharded: Sharded, parameters: dict[str, nn.Parameter
 def accept_full_tensors(model: nn.Module, sharded: Sharded) -> None:
     """Let `load_state_dict` take full tensors: each is cut to this rank's rows; a tied name may be missing."""
 
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, facts: dict[str, Any], *_: Any) -> None:
+        if facts.get("assign_to_params_buffers"):
+            raise TurboCompileError(
+                "load_state_dict(assign=True) would replace the weights a compiled model trains; leave assign out"
+            )
         for fqn, owner in sharded.tied.items():
             key, source = prefix + fqn, prefix + owner
             if key not in state and source in state:

@@ -186,6 +186,18 @@ class Runtime:
             "gradient checkpointing is part of the plan of a compiled model: set recompute: full, or selective"
         )
 
+    def stay(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> PreTrainedModel:
+        """What `model.to(...)` and its kind do: nothing, or an error where weights would change device or dtype."""
+        for fqn, parameter in self.sharded.parameters.items():
+            local = _torch.local_of(parameter)
+            wanted = function(local.detach())
+            if (wanted.device, wanted.dtype) != (local.device, local.dtype):
+                raise TurboCompileError(
+                    f"the weights of a compiled model stay {local.dtype} on {local.device} ({fqn} was asked to become "
+                    f"{wanted.dtype} on {wanted.device}); move the model before turbo_compile, or set dtype.master"
+                )
+        return self.model
+
 
 def _check_guards(executable: Executable, batch: Batch) -> None:
     program = executable.program
@@ -364,6 +376,7 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
     model.save_pretrained = runtime.save_pretrained
     model.generate = runtime.generate
     model.gradient_checkpointing_enable = runtime.gradient_checkpointing_enable
+    model._apply = runtime.stay
     zero_grad = model.zero_grad
 
     def zero_and_drop(set_to_none: bool = True) -> None:
