@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.ir.runner import Pass
 from turbo_compile.passes.prefetch import Prefetch
 from turbo_compile.passes.recompute import Recompute
+from turbo_compile.passes.sequence import SequenceParallel
 from turbo_compile.passes.shard import ShardParameters
 from turbo_compile.passes.statistics import SumOverRanks
 from turbo_compile.plans.plan import Plan
@@ -15,9 +17,11 @@ from turbo_compile.plans.ranges import resolve_ranges
 
 def forward_passes(plan: Plan) -> tuple[Pass, ...]:
     """The rewrites of the forward program, before it is differentiated."""
-    return (
-        SumOverRanks(),  # losses and router counts are of the global batch: differentiated with their sum in place
-    )
+    passes: list[Pass] = []
+    if plan.mesh.sp > 1:
+        passes.append(SequenceParallel(plan.mesh.sp, MODEL_ENTRY))  # first: what follows sees each rank's tokens
+    passes.append(SumOverRanks())  # losses and counts are of the global batch: differentiated with their sum in place
+    return tuple(passes)
 
 
 def step_passes(plan: Plan, blocks: Iterable[str]) -> tuple[Pass, ...]:

@@ -14,7 +14,7 @@ from turbo_compile.ir.program import StepProgram
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Start each group's gather `depth` calls early, and wait for each reduction `depth` calls late.
+    """Start each group's gather `depth` blocks early, and wait for each reduction `depth` blocks late.
 
     Before:  %h1 = block(%w0, %h0);  %w1 = wait(all_gather(layers.1));  %h2 = block(%w1, %h1)
     After:   %w1 = all_gather(layers.1);  %h1 = block(%w0, %h0);  %h2 = block(wait(%w1), %h1)
@@ -33,22 +33,21 @@ class Prefetch:
                 self._later(graph, start)
 
     def _earlier(self, start: fx.Node) -> None:
-        """Move a gather's start before the `depth`-th call that precedes it."""
-        before = _calls_before(start)
+        """Move a gather's start before the `depth`-th block that precedes it."""
+        before = _blocks(start, backwards=True)
         if before:
-            target = before[min(self.depth, len(before)) - 1]
-            target.prepend(start)
+            before[min(self.depth, len(before)) - 1][-1].prepend(start)
 
     def _later(self, graph: fx.Graph, start: fx.Node) -> None:
-        """Move each wait that hangs on a reduction's start behind the `depth`-th call after that start, or to the end.
+        """Move each wait that hangs on a reduction's start behind the `depth`-th block after that start, or to the end.
 
         What the wait hands to the next collective (HSDP's sum over `dp`) starts right after it.
         """
         started: fx.Node | None = start
         while started is not None:
             (wait,) = started.users
-            after = _calls_after(started)
-            place = after[self.depth - 1] if len(after) >= self.depth else output_node(graph).prev
+            after = _blocks(started, backwards=False)
+            place = after[self.depth - 1][-1] if len(after) >= self.depth else output_node(graph).prev
             if place is not wait:
                 place.append(wait)
             started = next((user for user in wait.users if user.op != "output"), None)
@@ -56,22 +55,15 @@ class Prefetch:
                 wait.append(started)
 
 
-def _calls_before(node: fx.Node) -> list[fx.Node]:
-    """Calls that run before `node`, nearest first."""
-    found = []
-    current = node.prev
-    while current.op != "root":
-        if current.op == "call_module":
-            found.append(current)
-        current = current.prev
-    return found
-
-
-def _calls_after(node: fx.Node) -> list[fx.Node]:
-    found = []
-    current = node.next
-    while current.op != "root":
-        if current.op == "call_module":
-            found.append(current)
-        current = current.next
+def _blocks(node: fx.Node, backwards: bool) -> list[list[fx.Node]]:
+    """The calls before `node`, or after it, from the nearest on; the pieces of a block together."""
+    found: list[list[fx.Node]] = []
+    current = node
+    while (current := current.prev if backwards else current.next).op != "root":
+        if current.op != "call_module":
+            continue
+        if found and found[-1][-1].meta["call"].fqn == current.meta["call"].fqn:
+            found[-1].append(current)
+        else:
+            found.append([current])
     return found

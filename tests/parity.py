@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.families import VOCABULARY, ids_of
 from turbo_compile import turbo_compile
+from turbo_compile.runtime import runtime_of
 
 Batch = dict[str, Any]
 _VANISHING, _NOISE = 1e-8, 1e-7  # a reference gradient below the first is noise, and is held to the second
@@ -31,11 +32,11 @@ def relative(ours: Tensor, reference: Tensor) -> float:
     return float((ours - reference).norm() / reference.norm().clamp(min=1e-30))
 
 
-def own_rows(batch: Batch) -> Batch:
-    """This rank's rows of a global batch."""
+def own_rows(batch: Batch, sp: int = 1) -> Batch:
+    """This rank's rows of a global batch: those of its group, where `sp` ranks share a sequence."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
-        key: value.tensor_split(world)[rank] if isinstance(value, Tensor) and value.dim() else value
+        key: value.tensor_split(world // sp)[rank // sp] if isinstance(value, Tensor) and value.dim() else value
         for key, value in batch.items()
     }
 
@@ -96,7 +97,7 @@ def check_documents(reference: Any, model: Any, batch: Batch, tolerance: float =
 
 def _check_ours(reference: Any, loss: float, model: Any, batch: Batch, tolerance: float) -> Any:
     model.zero_grad()
-    out = model(**own_rows(batch))
+    out = model(**own_rows(batch, runtime_of(model).axes.sizes["sp"]))
     out.loss.backward()
     assert abs(out.loss.item() - loss) < tolerance * max(1.0, abs(loss)), f"loss {out.loss.item()}, eager {loss}"
     errors = gradient_errors(reference, model)

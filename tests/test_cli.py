@@ -189,7 +189,7 @@ def test_documents_are_packed_and_kept_apart(tmp_path: Path) -> None:
         (("inspect", "CONFIG", "--set", "mesh.fsp=2"), "--set mesh.fsp: mesh has no key 'fsp'; did you mean 'fsdp'?"),
         (("inspect", "CONFIG", "--set", "fsdp"), "--set fsdp: write it as key=value"),
         (("inspect", "CONFIG", "--plan", "missing.yaml"), "cannot read the plan file missing.yaml"),
-        (("inspect", "CONFIG", "--set", "mesh.sp=2"), "does not support sequence parallelism yet"),
+        (("inspect", "CONFIG", "--set", "mesh.sp=2", "--set", "mesh.ep=2"), "does not support expert parallelism yet"),
         (("check", "CONFIG", "--ranks", "2", "--set", "mesh.fsdp=3"), "multiplies to 3, but the world has 2 ranks"),
         (("train", "CONFIG", "--data", "missing.txt"), "cannot read missing.txt: No such file"),
         (("train", "CONFIG", "--batch", "5000"), "fewer than a batch of 5000"),
@@ -209,7 +209,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 def test_traceback_shows_where(config: Path) -> None:
     with pytest.raises(TurboCompileError):
-        run("inspect", config, "--set", "mesh.sp=2", "--traceback")
+        run("inspect", config, "--set", "mesh.fsp=2", "--traceback")
 
 
 def test_a_line_of_data_without_text_is_named(tmp_path: Path) -> None:

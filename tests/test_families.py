@@ -47,7 +47,8 @@ def test_one_process(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks(world: World, family: str) -> None:
-    router = {"output_router_logits": True} if family in _WITH_ROUTER_LOSS else {}
+    # A share of the loss large enough to see.
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if family in _WITH_ROUTER_LOSS else {}
     world.run(_two_ranks, family, family not in _TIED_ALONE, router)
 
 
@@ -58,7 +59,7 @@ def _two_ranks(family: str, tied: bool, changes: dict[str, Any], backend: str = 
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "deepseek_v3"])
 def test_double_precision(family: str) -> None:
     """To 1e-6, and no closer: eager casts the loss and its norms to single precision on the way."""
     reference = build(family, dtype=torch.float64)
@@ -131,7 +132,8 @@ def test_plans(world: World, case: str) -> None:
 
 
 def _planned(family: str, plan: dict[str, Any]) -> None:
-    reference = build(family, 4)
+    layers = 4 if isinstance(plan.get("recompute"), dict) else 2
+    reference = build(family, layers)
     model = compiled(reference, plan)
     for batch in (plain(16), padded("left", 19)):
         check_step(reference, model, batch)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -27,7 +28,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -45,6 +46,7 @@ __all__ = [
     "export_joint",
     "fake_mode_of",
     "fake_process_group_store",
+    "fresh_size",
     "gradient_hooks",
     "inductor_options",
     "invoke_subgraph",
@@ -98,6 +100,15 @@ def mark_dynamic(tensor: torch.Tensor) -> None:
 def fake_mode_of(captured: fx.GraphModule) -> FakeTensorMode:
     """The fake mode whose symbols the captured graph's values carry."""
     return captured.meta["fake_mode"]
+
+
+def fresh_size(mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """A new symbol of `mode` for a size that is `hint` in the example."""
+    shape_env: Any = mode.shape_env
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    made: torch.SymInt = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    return made
 
 
 def source_fqn(node: fx.Node) -> str | None:

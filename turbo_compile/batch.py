@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from turbo_compile.boundaries.documents import document_layout
+from turbo_compile.boundaries.sequence import cut, own_length
 from turbo_compile.errors import TurboCompileError, UnsupportedOp
+from turbo_compile.ir.program import SequenceSlicing
 
 IGNORE = -100
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -33,10 +35,13 @@ class Batch:
     """One call, read: the program's batch fields, its sizes and the caller's switches.
 
     `fields` has ids, positions, layout, valid and, with labels, targets (shifted: the token each position predicts).
+    `tokens` counts those with a target, `length` the tokens a row has. `checksum` is equal for equal fields.
     """
 
     fields: dict[str, Tensor]
     tokens: int
+    length: int
+    checksum: int
     num_items: Tensor | float | None
     has_loss: bool
     return_logits: bool
@@ -48,6 +53,12 @@ class Batch:
     def shape(self) -> tuple[int, int]:
         rows, length = self.fields["ids"].shape
         return rows, length
+
+    def cut(self, contract: SequenceSlicing, rank: int, ranks: int) -> Batch:
+        """What rank `rank` of a sequence-parallel group of `ranks` takes of this batch."""
+        fields = cut(contract, self.fields, rank, ranks)
+        fields["sp_rank"] = torch.tensor(rank, device=fields["ids"].device)
+        return replace(self, fields=fields, tokens=_count(fields), length=own_length(self.length, rank, ranks))
 
 
 def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, vocabulary: int) -> Batch:
@@ -74,15 +85,15 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
         "valid": torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool(),
     }
     targets = _targets(given, ids)
-    tokens = 0
     if targets is not None:
         fields["targets"] = targets
         if device.type == "cpu":
             _check_labels(targets, vocabulary)
-        tokens = int((targets != IGNORE).sum())
     return Batch(
         fields=fields,
-        tokens=tokens,
+        tokens=_count(fields),
+        length=ids.shape[1],
+        checksum=_checksum(fields),
         num_items=given.get("num_items_in_batch"),
         has_loss=targets is not None,
         return_logits=bool(given.get("return_logits", False)),
@@ -90,6 +101,22 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
         router=bool(given.get("output_router_logits", getattr(config, "output_router_logits", False))),
         keys=tuple(sorted(given)),
     )
+
+
+def _count(fields: dict[str, Tensor]) -> int:
+    """The tokens that have a target."""
+    return int((fields["targets"] != IGNORE).sum()) if "targets" in fields else 0
+
+
+def _checksum(fields: dict[str, Tensor]) -> int:
+    """A number that differs, but for chance, where any field differs in shape or in one place."""
+    total = torch.zeros((), dtype=torch.long, device=fields["ids"].device)
+    for value in fields.values():
+        flat = value.reshape(-1).long()
+        place = torch.arange(1, flat.numel() + 1, device=flat.device)
+        mixed = (flat + 1) * 0x9E3779B97F4A7C1 ^ place * 0x2545F4914F6CDD1D  # odd: products wrap, and lose nothing
+        total = total * 31 + (mixed * mixed + mixed).sum() + value.shape[-1]
+    return int(total)
 
 
 def _check_keys(given: dict[str, Any]) -> None:

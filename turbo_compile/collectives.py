@@ -1,8 +1,8 @@
 """Collectives as the outer graph names them: a start and a wait, over a mesh axis.
 
 The functions here stand in a graph; they never run. Lowering replaces each by the real exchange on its axis' process
-group, so that a program's text is the same on every rank. Backwards are declared once, in `passes_gradient`: the sum of
-a value over ranks hands its tangent to every rank unchanged (each rank's share of a loss counts once).
+group, so that a program's text is the same on every rank. Backwards are declared once: see `passes_gradient` and
+`exchange_back`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ def all_reduce(value: Any, axis: str) -> NoReturn:
     raise _not_lowered("all_reduce")
 
 
+def all_to_all(values: tuple[Any, ...], axis: str, to: str) -> NoReturn:
+    """Start exchanging values [B, S, H, D] over `axis`, all in one message; the wait gives as many.
+
+    `to="heads"`: from a chunk of the tokens of all heads to all tokens of a chunk of the heads. `to="sequence"`: back.
+    """
+    raise _not_lowered("all_to_all")
+
+
 def wait(started: Any) -> NoReturn:
     """The result of a started collective."""
     raise _not_lowered("wait")
@@ -46,14 +54,38 @@ def add_gradients(
     return tuple(b[j] if i is None else a[i] if j is None else a[i] + b[j] for i, j in places)  # type: ignore[index]
 
 
-STARTS = (all_gather, reduce_scatter, all_reduce)
+STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
+_OTHER = {"heads": "sequence", "sequence": "heads"}
 
 
 def passes_gradient(node: fx.Node) -> bool:
-    """Whether the tangent of this outer node is the tangent of its first argument."""
+    """Whether the tangent of this outer node is the tangent of its first argument.
+
+    The sum of a value over ranks hands its tangent to every rank unchanged: each rank's share of a loss counts once.
+    """
     if node.target is all_reduce:
         return True
     return node.target is wait and argument(node).target is all_reduce
+
+
+def exchanged(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What an all_to_all's start or wait exchanges; nothing for any other node."""
+    if node.target is wait:
+        node = argument(node)
+    values: tuple[fx.Node, ...] = argument(node) if node.target is all_to_all else ()
+    return values
+
+
+def exchange(graph: fx.Graph, values: tuple[fx.Node, ...], axis: str, to: str) -> fx.Node:
+    """Append an all_to_all of `values` and its wait to `graph`; returns the wait."""
+    start = graph.call_function(all_to_all, (values, axis, to))
+    return graph.call_function(wait, (start,))
+
+
+def exchange_back(graph: fx.Graph, done: fx.Node, tangents: tuple[fx.Node, ...]) -> fx.Node:
+    """Append the backward of the all_to_all that `done` waits for: the opposite one, of the tangents of its values."""
+    _, axis, to = argument(done).args
+    return exchange(graph, tangents, axis, _OTHER[to])
 
 
 def _not_lowered(name: str) -> RuntimeError:

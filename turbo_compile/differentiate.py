@@ -56,6 +56,7 @@ class _Differentiation:
             batch_symbol=self.program.batch_symbol,
             sequence_symbol=self.program.sequence_symbol,
             guards=self.program.guards,
+            sliced=self.program.sliced,
             differentiable=self.differentiable,
         )
         for joint in self.joints.values():
@@ -81,6 +82,9 @@ class _Differentiation:
                 self._need(node, requires, wanted, depends[str(node.target)])
             elif node.op == "call_function" and node in wanted and collectives.passes_gradient(node):
                 wanted.add(argument(node))
+            elif node.target is collectives.wait:
+                values = collectives.exchanged(node)
+                wanted.update(values[argument(part, 1)] for part in node.users if values and part in wanted)
 
     def _requires(
         self, node: fx.Node, requires: dict[fx.Node, tuple[bool, ...]], depends: dict[str, list[set[int]]]
@@ -96,6 +100,8 @@ class _Differentiation:
             return (requires[argument(node)][argument(node, 1)],)
         if collectives.passes_gradient(node):
             return requires[argument(node)]
+        if values := collectives.exchanged(node) if node.op == "call_function" else ():
+            return tuple(any(requires[value]) for value in values)
         return (False,)
 
     def _need(
@@ -135,7 +141,7 @@ class _Differentiation:
             env[node].meta["joint"] = joint.name
             if joint.tangents:
                 bundles[node] = graph.call_function(operator.getitem, (env[node], joint.outputs))
-                bundles[node].meta["bundle"] = node.meta["call"].fqn
+                bundles[node].meta["bundle"] = node.meta["call"].label
         return graph, bundles
 
     def _joint(self, call: fx.Node) -> Joint:
@@ -171,6 +177,8 @@ class _Differentiation:
                 self._reverse(graph, node, saved[node], groups, gradients)
             elif node.op == "call_function" and node in gradients and collectives.passes_gradient(node):
                 _accumulate(graph, gradients, argument(node), gradients[node])
+            elif node.target is collectives.wait and collectives.exchanged(node):
+                _exchange_back(graph, node, gradients)
         found = [(group, gradients[group]) for group in groups if group in gradients]
         graph.output(tuple(gradient for _, gradient in found))
         return graph, tuple(tuple(gradient.meta["fqns"]) for _, gradient in found)
@@ -188,7 +196,7 @@ class _Differentiation:
         parts = {argument(user, 1): user for user in call.users}
         tangents = [gradients.get(parts[i]) for i in joint.tangents]
         if any(tangent is None for tangent in tangents):
-            raise InvalidProgram(f"{call.meta['call'].fqn}: an output that is differentiated got no gradient")
+            raise InvalidProgram(f"{call.meta['call'].label}: an output that is differentiated got no gradient")
         call_groups, inputs = split_groups(call)
         arguments = (*(groups[group] for group in call_groups), bundle, *tangents)
         back = graph.call_module(f"{joint.named('none')}_backward", arguments)
@@ -217,6 +225,19 @@ class _Differentiation:
                 part.meta["val"] = value.meta["val"]
                 _accumulate(graph, gradients, value, part)
                 result += 1
+
+
+def _exchange_back(graph: fx.Graph, done: fx.Node, gradients: dict[fx.Node, fx.Node]) -> None:
+    """Send the gradients of what an all_to_all gave back to where the values came from."""
+    values = collectives.exchanged(done)
+    found = [(values[argument(part, 1)], gradients[part]) for part in done.users if part in gradients]
+    if not found:
+        return
+    back = collectives.exchange_back(graph, done, tuple(gradient for _, gradient in found))
+    for index, (value, _) in enumerate(found):
+        part = graph.call_function(operator.getitem, (back, index))
+        part.meta["val"] = value.meta["val"]
+        _accumulate(graph, gradients, value, part)
 
 
 def _accumulate(graph: fx.Graph, gradients: dict[fx.Node, fx.Node], value: fx.Node, part: fx.Node) -> None:

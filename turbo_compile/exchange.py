@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from turbo_compile import collectives
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
 from turbo_compile.ir.program import Parameter
+from turbo_compile.kernels import heads
 
 _c10d = torch.ops._c10d_functional
 
@@ -25,6 +27,7 @@ class _Exchange(nn.Module):
         self,
         axes: Axes,
         axis: str,
+        to: str,
         layouts: Sequence[Layout],
         parameters: Sequence[Parameter],
         reduce_dtype: torch.dtype,
@@ -33,6 +36,7 @@ class _Exchange(nn.Module):
         super().__init__()
         self.size = axes.sizes[axis]
         self.rank = axes.coordinates[axis]
+        self.direction = to
         group = axes.groups.get(axis)
         self.group_name = group.group_name if group is not None else ""
         self.layouts = tuple(layouts)
@@ -170,13 +174,65 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
+class AllToAll(_Exchange):
+    """Values [B, S, H, D] in one message to each rank of the axis: its heads, or its tokens."""
+
+    def forward(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+        pack = heads.pack_heads if self.direction == "heads" else heads.pack_sequence
+        shares = self.size if self.direction == "heads" else 1
+        message = pack(values, self.size)
+        received = _c10d.all_to_all_single(message, [1] * self.size, [1] * self.size, self.group_name)
+        return received, [(value.shape[2] // shares, value.shape[3]) for value in values]
+
+
+class AllToAllDone(_Exchange):
+    def forward(self, started: tuple[Tensor, list[tuple[int, int]]]) -> list[Tensor]:
+        received, shapes = started
+        unpack = heads.unpack_heads if self.direction == "heads" else heads.unpack_sequence
+        return unpack(_c10d.wait_tensor(received), shapes)
+
+
 STARTS: dict[Any, type[_Exchange]] = {
     collectives.all_gather: AllGather,
     collectives.reduce_scatter: ReduceScatter,
     collectives.all_reduce: AllReduce,
+    collectives.all_to_all: AllToAll,
 }
 WAITS: dict[Any, type[_Exchange]] = {
     collectives.all_gather: Gathered,
     collectives.reduce_scatter: Reduced,
     collectives.all_reduce: AllReduced,
+    collectives.all_to_all: AllToAllDone,
 }
+
+
+# --- outside programs ------------------------------------------------------------------------------------------------
+
+
+def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tokens [B, s, ...] of every rank of `group` side by side, in rank order; s may differ from rank to rank."""
+    whole: Tensor = _GatherSequence.apply(tensor, group)
+    return whole
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Its backward gives each rank its tokens of the mean of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        own = torch.tensor([tensor.shape[1]], device=tensor.device)
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(every, own, group=group)
+        lengths = [int(length) for length in every]
+        ctx.group, ctx.first, ctx.length = group, sum(lengths[: group.rank()]), tensor.shape[1]
+        missing = max(lengths) - tensor.shape[1]
+        filled = torch.cat([tensor, tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])], dim=1)
+        parts = [torch.empty_like(filled) for _ in lengths]
+        dist.all_gather(parts, filled.contiguous(), group=group)
+        return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.narrow(1, ctx.first, ctx.length) / ctx.group.size(), None

@@ -233,7 +233,7 @@ class _Binder:
                 env[node] = new.call_module(name, fx.map_arg(_arguments(node), lambda n: env[n]))
             elif node.target in collectives.STARTS or node.target is collectives.wait:
                 root.add_module(node.name, self._collective(node))
-                env[node] = new.call_module(node.name, (env[node.args[0]],))
+                env[node] = new.call_module(node.name, fx.map_arg(node.args[:1], lambda n: env[n]))
             else:
                 env[node] = new.node_copy(node, lambda n: env[n])
                 if node.op == "placeholder" and source(node).kind in ("kept", "tangent"):
@@ -272,6 +272,7 @@ class _Binder:
         return {
             "axes": self.axes,
             "axis": node.args[1],
+            "to": node.args[2] if len(node.args) > 2 else "",
             "layouts": [self.layouts[fqn] for fqn in fqns],
             "parameters": [self.program.parameters[fqn] for fqn in fqns],
             "reduce_dtype": self.reduce_dtype,

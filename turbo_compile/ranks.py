@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -16,8 +16,8 @@ from turbo_compile.errors import RankError, TurboCompileError
 _FAILURE = "turbo_compile/failure"
 
 
-def agree(what: str, tokens: int, error: Exception | None, device: torch.device) -> list[int]:
-    """Compare `what` this rank is about to do with the others; returns every rank's `tokens`.
+def agree(what: str, numbers: Sequence[int], error: Exception | None, device: torch.device) -> list[list[int]]:
+    """Compare `what` this rank is about to do with the others; returns every rank's `numbers`, as many on each.
 
     `error` is what is wrong with this rank's batch, if anything: it is raised here, and on the other ranks as the
     reason they stop. No rank enters the step unless all do.
@@ -29,9 +29,9 @@ def agree(what: str, tokens: int, error: Exception | None, device: torch.device)
     if world == 1:
         if error is not None:
             raise error
-        return [tokens]
+        return [list(numbers)]
     rank, store = dist.get_rank(), _torch.default_store()
-    mine = torch.tensor([_digest(what if error is None else "error"), tokens], dtype=torch.long, device=device)
+    mine = torch.tensor([_digest(what if error is None else "error"), *numbers], dtype=torch.long, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world)]
     if error is not None:
         store.set(f"{_FAILURE}/batch/{rank}", str(error))
@@ -39,7 +39,7 @@ def agree(what: str, tokens: int, error: Exception | None, device: torch.device)
         dist.all_gather(everyone, mine)
     if error is not None:
         raise error
-    digests, counts = torch.stack(everyone).T.tolist()
+    digests, *told = torch.stack(everyone).T.tolist()
     if _digest("error") in digests:
         failed = digests.index(_digest("error"))
         raise RankError(f"rank {failed} stopped: {store.get(f'{_FAILURE}/batch/{failed}').decode()}")
@@ -51,7 +51,7 @@ def agree(what: str, tokens: int, error: Exception | None, device: torch.device)
         raise RankError(
             f"ranks call the model differently: rank 0 with {said[0]}; rank {different} with {said[different]}"
         )
-    return counts
+    return [list(each) for each in zip(*told, strict=True)]
 
 
 @contextlib.contextmanager

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_outputs
 from transformers.utils import ModelOutput
 
-from turbo_compile import _torch, optimizers
+from turbo_compile import _torch, exchange, optimizers
 from turbo_compile.batch import Batch, read_batch
+from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.capture import Signature
-from turbo_compile.errors import CaptureError, TurboCompileError
+from turbo_compile.errors import CaptureError, RankError, TurboCompileError
 from turbo_compile.huggingface import refuse_parts
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.program import source
@@ -53,22 +54,27 @@ class Runtime:
     # --- one call -----------------------------------------------------------------------------------------------------
 
     def __call__(self, **arguments: Any) -> ModelOutput | tuple[Any, ...]:
-        batch, counts = self._read(arguments)
+        batch, total = self._read(arguments)
         signature = self._signature(batch)
         executable = self._executable(signature, batch)
-        state = _State(self, executable, self._fields(batch, counts))
+        state = _State(self, executable, self._fields(batch, total))
         with failing_together("the forward"):
             results = _Step.apply(state, self.anchor) if signature.differentiable else state.forward()
         return self._output(dict(zip(signature.outputs, results, strict=True)), batch)
 
-    def _read(self, arguments: dict[str, Any]) -> tuple[Batch, list[int]]:
-        """This rank's batch, after all ranks agreed that theirs fits it."""
+    def _read(self, arguments: dict[str, Any]) -> tuple[Batch, int]:
+        """What this rank takes of its batch, and the tokens with a target on all ranks, once all agreed to go on."""
+        device = self.axes.device
+        ranks, rank = self.axes.sizes["sp"], self.axes.coordinates["sp"]
         try:
-            batch = read_batch(arguments, self.model.config, self.axes.device, self.vocabulary)
+            batch = read_batch(arguments, self.model.config, device, self.vocabulary)
         except Exception as error:
-            agree("", 0, error, self.axes.device)  # tells the other ranks
+            agree("", (0, 0), error, device)  # tells the other ranks
             raise
-        return batch, agree(self._about(batch), batch.tokens, None, self.axes.device)
+        own = batch.cut(MODEL_ENTRY, rank, ranks) if ranks > 1 else batch
+        told = agree(self._about(batch), (own.tokens, batch.checksum), None, device)
+        _check_same_rows([checksum for _, checksum in told], ranks)
+        return own, sum(tokens for tokens, _ in told)
 
     def _about(self, batch: Batch) -> str:
         """What every rank must be about to do alike; a mask, or rows and lengths of its own, are no matter."""
@@ -105,16 +111,18 @@ class Runtime:
         _check_guards(executable, batch)
         return executable
 
-    def _fields(self, batch: Batch, counts: list[int]) -> dict[str, Tensor]:
+    def _fields(self, batch: Batch, total: int) -> dict[str, Tensor]:
         device = self.axes.device
         fields = dict(batch.fields)
-        total = batch.num_items if batch.num_items is not None else max(sum(counts), 1)
-        fields["denominator"] = torch.as_tensor(total, dtype=torch.float32, device=device).reshape(())
+        items = batch.num_items if batch.num_items is not None else max(total, 1)
+        fields["denominator"] = torch.as_tensor(items, dtype=torch.float32, device=device).reshape(())
         seed = torch.randint(2**62, (), dtype=torch.long).to(device)
         fields["seed"] = counter_random.fork(seed, self.axes.rank)
         return fields
 
     def _output(self, results: dict[str, Tensor], batch: Batch) -> ModelOutput | tuple[Any, ...]:
+        if "logits" in results and results["logits"].shape[1] != batch.length:
+            results["logits"] = results["logits"][:, : batch.length]  # without what filled the last chunk up
         kind = _output_class(self.model, "aux_loss" in results)
         out = kind(**results)
         return out if batch.return_dict else out.to_tuple()
@@ -186,6 +194,16 @@ class Runtime:
             "gradient checkpointing is part of the plan of a compiled model: set recompute: full, or selective"
         )
 
+    def gather_sequence(self, tensor: Tensor) -> Tensor:
+        """Whole rows [B, S, ...] from this rank's tokens of them [B, s, ...], such as its logits; differentiable.
+
+        Every rank of an sp group calls it, and computes the same from the result: the gradient it hands back is the
+        mean over the group. Without sequence parallelism it returns `tensor`.
+        """
+        if self.axes.sizes["sp"] == 1:
+            return tensor
+        return exchange.gather_sequence(tensor, self.axes.groups["sp"])
+
     def stay(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> PreTrainedModel:
         """What `model.to(...)` and its kind do: nothing, or an error where weights would change device or dtype."""
         for fqn, parameter in self.sharded.parameters.items():
@@ -197,6 +215,17 @@ class Runtime:
                     f"{wanted.dtype} on {wanted.device}); move the model before turbo_compile, or set dtype.master"
                 )
         return self.model
+
+
+def _check_same_rows(checksums: list[int], ranks: int) -> None:
+    """Ranks that share a sequence must be given the same rows: each takes its own chunk of them."""
+    for first in range(0, len(checksums), ranks):
+        for rank in range(first + 1, first + ranks):
+            if checksums[rank] != checksums[first]:
+                raise RankError(
+                    f"ranks {first} and {rank} share a sequence (mesh.sp={ranks}) and were given different rows; "
+                    "all ranks of an sp group pass the same batch, and each takes its chunk"
+                )
 
 
 def _check_guards(executable: Executable, batch: Batch) -> None:
@@ -375,6 +404,7 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
     model.clip_grad_norm_ = runtime.clip_grad_norm_
     model.save_pretrained = runtime.save_pretrained
     model.generate = runtime.generate
+    model.gather_sequence = runtime.gather_sequence
     model.gradient_checkpointing_enable = runtime.gradient_checkpointing_enable
     model._apply = runtime.stay
     zero_grad = model.zero_grad

@@ -80,7 +80,7 @@ def _signature(model: PreTrainedModel, plan: Plan) -> Signature:
         differentiable=True,
         router=bool(getattr(model.config, "output_router_logits", False)),
         trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),
-        shape=(plan.batch.micro or 1, plan.batch.seq) if static and plan.batch.seq is not None else None,
+        shape=(plan.batch.micro or 1, -(-plan.batch.seq // plan.mesh.sp)) if static and plan.batch.seq else None,
     )
 
 

@@ -106,6 +106,8 @@ def _moves(program: Program | StepProgram, plan: Plan) -> dict[str, tuple[int, s
 
 
 def _bytes_of(node: fx.Node, program: Program | StepProgram, plan: Plan, spelling: Spelling) -> sympy.Expr:
+    if collective(node) == "all_to_all":
+        return spelling.bytes(value.meta["val"] for value in node.args[0])  # type: ignore[union-attr]
     parameters = [program.parameters[fqn] for fqn in node.meta.get("fqns", ())]
     if not parameters:
         value = node.meta["val"]

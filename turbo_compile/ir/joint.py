@@ -149,7 +149,7 @@ def _clone_outputs(module: fx.GraphModule, indices: Sequence[int]) -> None:
 
 
 def _tag(graph: fx.GraphModule, parameters: int, mode: str) -> None:
-    """Tell the partitioner what to save: `mode`'s choice, and nothing that parameters alone determine."""
+    """Tell the partitioner what to save: `mode`'s choice, no view of an input, nothing made of parameters alone."""
     inputs = placeholders(graph.graph)
     derived = set(inputs[:parameters])
     backward = {node for node in inputs if node.name.startswith("tangents")}
@@ -162,7 +162,8 @@ def _tag(graph: fx.GraphModule, parameters: int, mode: str) -> None:
         from_parameters = bool(node.all_input_nodes) and all(argument in derived for argument in node.all_input_nodes)
         if from_parameters:
             derived.add(node)
-        if from_parameters or mode == "full" or (mode == "selective" and _op(node) in _MATMULS):
+        view = getattr(node.target, "is_view", False) and node.all_input_nodes[0] in inputs
+        if from_parameters or view or mode == "full" or (mode == "selective" and _op(node) in _MATMULS):
             _torch.mark_must_recompute(node)
         elif mode == "selective" and _op(node) in _KEPT:
             _torch.mark_must_save(node)

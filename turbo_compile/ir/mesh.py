@@ -52,6 +52,9 @@ def build_axes(mesh: Mesh, device: torch.device) -> Axes:
     groups = {"world": everyone, "shard": parameters.get_group("shard")}
     if mesh.dp > 1:
         groups["dp"] = parameters.get_group("dp")
+    if mesh.sp > 1:
+        chunks = init_device_mesh(device.type, (world // mesh.sp, mesh.sp), mesh_dim_names=("rows", "sp"))
+        groups["sp"] = chunks.get_group("sp")
     return Axes(
         parameters=parameters,
         device=device,

@@ -3,6 +3,7 @@
     %w3 the parameters of block 3    %g3 gathered    %h3 what block 3 reads    %s3 what it saves
     %dw3, %dh3 their gradients       %r3 %dw3 reduced
 
+Values that a pass gave a stem, like q or q.heads, are %q3 and %q3.heads in block 3; a piece of a block saves %s3.piece.
 What belongs to no block carries its call's name: %w.prologue. Forward and backward share names for what they share.
 """
 
@@ -16,20 +17,25 @@ from typing import Any
 
 import torch.fx as fx
 
-from turbo_compile.ir.graphs import placeholders, results_of
+from turbo_compile.ir.graphs import argument, placeholders, results_of
 from turbo_compile.ir.program import Call, Program, StepProgram, source, split_groups
 
 _GATHERED = {"all_gather": "g", "reduce_scatter": "r"}
 
 
 def collective(node: fx.Node) -> str:
-    """`all_gather`, `reduce_scatter`, `all_reduce` or `wait`; "" for any other node.
+    """`all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `wait`; "" for any other node.
 
     Told by name: the functions live a floor above.
     """
     target: Any = node.target
     declared = getattr(target, "__module__", "") == "turbo_compile.collectives"
     return target.__name__ if declared and target.__name__ != "add_gradients" else ""
+
+
+def exchanged_part(node: fx.Node) -> bool:
+    """Whether a node is one of the values that an all_to_all brought."""
+    return node.target is operator.getitem and collective(argument(node)) == "wait"
 
 
 def adds_gradients(node: fx.Node) -> bool:
@@ -94,7 +100,10 @@ class _Names:
         return self.ordinal.get(fqn, f".{fqn}")
 
     def exchange(self, node: fx.Node) -> None:
-        """Name a collective's start or wait after what goes in: g for w, r for dw, .sum for a sum."""
+        """Name a start or wait after what goes in: g for w, r for dw, .sum for a sum, qkv3 for all three."""
+        if collective(node) == "all_to_all":
+            self.give(node, f"{_together([self.names[each] for each in argument(node)])}.start")
+            return
         value: fx.Node = node.args[0]  # type: ignore[assignment]
         if collective(node) == "wait":
             self.give(node, self.names[value].removesuffix(".start"))
@@ -110,6 +119,7 @@ class _Forward(_Names):
         self.graph = forward_of(program)
         self.calls: dict[Call, fx.Node] = {call.meta["call"]: call for call in calls_of(self.graph)}
         self.groups: dict[tuple[str, ...], str] = {}
+        self.before: dict[str, str] = {}  # what an all_to_all brought -> what was sent
         self._streams()
         self._outputs()
         for node in self.graph.nodes:
@@ -118,7 +128,8 @@ class _Forward(_Names):
     def _streams(self) -> None:
         """%h3 is what block 3 reads of the call nearest before it: the hidden states."""
         order = {call: index for index, call in enumerate(self.calls.values())}
-        for call in self.calls.values():
+        first = {call.fqn: node for call, node in reversed(self.calls.items())}
+        for call in first.values():
             made = [(order[value.args[0]], value) for value in split_groups(call)[1] if _is_result(value)]
             if call.meta["call"].fqn in self.ordinal and made:
                 nearest = max(made, key=operator.itemgetter(0))
@@ -137,6 +148,8 @@ class _Forward(_Names):
             self.exchange(node)
         elif _is_result(node):
             self._result(node)
+        elif exchanged_part(node):
+            self._arrived(node)
         elif node.op == "call_function":
             reader = next((user for user in node.users if user.op == "call_module"), None)
             name = getattr(node.target, "__name__", "value").split(".")[0]
@@ -155,12 +168,26 @@ class _Forward(_Names):
     def _result(self, node: fx.Node) -> None:
         call, index = node.args
         fqn = call.meta["call"].fqn  # type: ignore[union-attr]
+        part = call.meta["call"].part  # type: ignore[union-attr]
         if "bundle" in node.meta:
-            self.give(node, f"s{self.suffix(fqn)}")
+            self.give(node, f"s{self.suffix(fqn)}{'.' if part else ''}{part}")
+        elif "stem" in node.meta:
+            self.give(node, self._stemmed(node, fqn))
         elif fqn in self.ordinal:
             self.give(node, f"h{int(self.ordinal[fqn]) + 1}" if index == 0 else f"x{self.ordinal[fqn]}")
         else:
             self.give(node, node.meta.get("name", f"{fqn}.{index}"))
+
+    def _arrived(self, node: fx.Node) -> None:
+        """Name a value that an all_to_all brought, and remember what it was before."""
+        sent = _sent(node)
+        self.give(node, self._stemmed(node, argument(sent).meta["call"].fqn))
+        self.before[self.names[node]] = self.names[sent]
+
+    def _stemmed(self, node: fx.Node, fqn: str) -> str:
+        """`q3.heads` for the stem `q.heads` in block 3."""
+        stem, dot, tail = node.meta["stem"].partition(".")
+        return f"{stem}{self.suffix(fqn)}{dot}{tail}"
 
 
 class _Backward(_Names):
@@ -200,6 +227,8 @@ class _Backward(_Names):
         for node in self.graph.nodes:
             if node.op == "call_function" and adds_gradients(node):
                 of[node] = of[before_exchange(node.args[0])]
+            elif exchanged_part(node):
+                of[node] = f"d{self.forward.before[of[_sent(node)].removeprefix('d')]}"
         for wanted, parts in _inverted(of).items():
             self.give(parts[-1], wanted)
             for index, part in enumerate(parts[:-1], 1):
@@ -221,6 +250,22 @@ class _Backward(_Names):
 def _is_result(value: Any) -> bool:
     """Whether an outer value is one result of a call."""
     return isinstance(value, fx.Node) and value.target is operator.getitem and value.args[0].op == "call_module"  # type: ignore[union-attr]
+
+
+def _sent(part: fx.Node) -> fx.Node:
+    """What an all_to_all took where it brought `part`."""
+    done, index = part.args
+    sent: fx.Node = argument(argument(done))[index]  # type: ignore[arg-type]
+    return sent
+
+
+def _together(names: list[str]) -> str:
+    """`qkv0` for q0, k0, v0; `dqkv0.heads` for their gradients by heads."""
+    found = [re.fullmatch(r"(d?)([a-z]+)(.*)", name) for name in names]
+    if len(names) == 1 or not all(found):
+        return names[0]
+    first: re.Match[str] = found[0]  # type: ignore[assignment]
+    return f"{first[1]}{''.join(each[2] for each in found if each)}{first[3]}"
 
 
 def _readers(group: fx.Node) -> list[fx.Node]:
@@ -257,5 +302,9 @@ def joined(names: Iterable[str]) -> str:
 
 
 def _follows(before: str, name: str) -> bool:
+    """Whether two names are neighbours in a run: s3 and s4, or pieces like s3.b and s4.a."""
     a, b = (re.fullmatch(r"(.*?)(\d+)(\D*)", each) for each in (before, name))
-    return bool(a and b) and a[1] == b[1] and a[3] == b[3] and abs(int(a[2]) - int(b[2])) == 1  # type: ignore[index]
+    if a is None or b is None or a[1] != b[1]:
+        return False
+    step = abs(int(a[2]) - int(b[2]))
+    return step == 1 if a[3] == b[3] else step < 2 and a[3][:1] == b[3][:1] == "."

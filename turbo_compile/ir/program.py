@@ -7,7 +7,7 @@ tuple. A call takes its groups first, then its inputs, and returns a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,10 +32,45 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One use of a segment: the module it stands for (`model.layers.3`, or the segment's name), and its turn."""
+    """One use of a segment: the module it stands for (`model.layers.3`, or the segment's name), and its turn.
+
+    `part` tells the pieces of a block apart that a pass cut at its boundaries; "" is a whole block.
+    """
 
     fqn: str
     index: int
+    part: str = ""
+
+    @property
+    def label(self) -> str:
+        """Unlike that of any other call of the program."""
+        return f"{self.fqn}.{self.part}" if self.part else self.fqn
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlicing:
+    """What sequence parallelism does to a batch: where it cuts, which fields, and what fills the last chunk up.
+
+    Fields in `padded` are lengthened on the right to a multiple of the ranks, with their value; those in `sliced` are
+    then cut into one contiguous chunk of tokens a rank; those in `global_` stay whole on every rank.
+    """
+
+    boundary: str
+    padded: Mapping[str, int]
+    sliced: tuple[str, ...]
+    global_: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """A program whose segments hold 1/`ranks` of the sequence between attentions: S counts those tokens, `whole` all.
+
+    Both are symbols (numbers where shapes are static); `whole` is `ranks` times the other in every call.
+    """
+
+    contract: SequenceSlicing
+    ranks: int
+    whole: sympy.Expr
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +118,7 @@ class Program:
     batch_symbol: sympy.Expr
     sequence_symbol: sympy.Expr
     guards: tuple[sympy.Expr, ...] = ()
+    sliced: Sliced | None = None
 
     def calls(self) -> Iterator[fx.Node]:
         return (node for node in self.graph.nodes if node.op == "call_module")
@@ -128,6 +164,7 @@ class StepProgram:
     batch_symbol: sympy.Expr
     sequence_symbol: sympy.Expr
     guards: tuple[sympy.Expr, ...] = ()
+    sliced: Sliced | None = None
     differentiable: tuple[str, ...] = ()
     gradient_groups: tuple[tuple[str, ...], ...] = ()
 

@@ -104,7 +104,7 @@ def _size(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], inputs: I
     if node in env:
         return env[node]
     value = value_of(node)
-    home = _home(list(inputs), value.node.expr) if isinstance(value, torch.SymInt) else None
+    home = home_of(list(inputs), value.node.expr) if isinstance(value, torch.SymInt) else None
     if home is not None:
         env[node] = graph.call_function(torch.ops.aten.sym_size.int, (env[home[0]], home[1]))
         env[node].meta["val"] = value
@@ -135,7 +135,7 @@ def read_sizes_once(module: fx.GraphModule) -> None:
     first = next((node for node in graph.nodes if node.op != "placeholder"), None)
     made: dict[Any, fx.Node] = {}
     for symbol in sorted({value_of(node).node.expr for node in reads}, key=str):
-        home = _home(placeholders(graph), symbol)
+        home = home_of(placeholders(graph), symbol)
         if home is None or first is None:
             continue
         with graph.inserting_before(first):
@@ -148,7 +148,7 @@ def read_sizes_once(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _home(inputs: Sequence[fx.Node], symbol: Any) -> tuple[fx.Node, int] | None:
+def home_of(inputs: Sequence[fx.Node], symbol: Any) -> tuple[fx.Node, int] | None:
     """The first input, and its dim, whose size is exactly `symbol`."""
     for node in inputs:
         value = value_of(node)

@@ -26,13 +26,21 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Spelling:
-    """Spells the sizes of one program: its batch symbol B, its sequence symbol S, any other n1, n2 by first use."""
+    """Spells the sizes of one program: B rows, S tokens (S/4 in one of 4 chunks), any other n1, n2 by first use."""
 
     def __init__(self, program: Program | StepProgram) -> None:
-        self.symbols: dict[sympy.Basic, sympy.Symbol] = {}
-        for symbol, letter in ((program.batch_symbol, "B"), (program.sequence_symbol, "S")):
-            if symbol.is_Symbol:
-                self.symbols[symbol] = sympy.Symbol(letter)
+        self.symbols: dict[sympy.Basic, sympy.Expr] = {}
+        self.others = 0
+        whole, length = program.sequence_symbol, sympy.Symbol("S")
+        if program.sliced is not None:
+            self._name(program.sequence_symbol, length / program.sliced.ranks)
+            whole = program.sliced.whole
+        self._name(program.batch_symbol, sympy.Symbol("B"))
+        self._name(whole, length)
+
+    def _name(self, symbol: sympy.Expr, name: sympy.Expr) -> None:
+        if symbol.is_Symbol:
+            self.symbols[symbol] = name
 
     def size(self, size: Any) -> str:
         """One size, or whatever else a graph computes sizes with."""
@@ -59,7 +67,8 @@ class Spelling:
 
     def _renamed(self, expression: sympy.Basic) -> Any:
         for symbol in sorted(expression.free_symbols - set(self.symbols), key=str):
-            self.symbols[symbol] = sympy.Symbol(f"n{len(self.symbols) - 1}")
+            self.others += 1
+            self.symbols[symbol] = sympy.Symbol(f"n{self.others}")
         return expression.xreplace(self.symbols)
 
 

@@ -18,10 +18,11 @@ import torch
 import torch.fx as fx
 
 from turbo_compile.ir.elide import Line, elide_repeats
-from turbo_compile.ir.graphs import placeholders, results_of
+from turbo_compile.ir.graphs import argument, placeholders, results_of
 from turbo_compile.ir.names import (
     calls_of,
     collective,
+    exchanged_part,
     forward_of,
     joined,
     short_names,
@@ -68,6 +69,9 @@ class _Printer:
         yield f"calls    {', '.join(f'{name} x {count}' if count > 1 else name for name, count in calls.items())}"
         if after:
             yield f"after    {after}"
+        if (sliced := self.program.sliced) is not None:
+            cut, whole = ", ".join(sliced.contract.sliced), ", ".join(sliced.contract.global_)
+            yield f"slices   at {sliced.contract.boundary}: {cut} in {sliced.ranks} chunks of S; {whole} whole"
         if counts := collective_counts(self.program):
             yield f"moves    {', '.join(f'{name} {count}' for name, count in sorted(counts.items()))}"
 
@@ -124,6 +128,13 @@ class _Printer:
         name = self.names[node]
         kind = collective(node)
         fqns = node.meta.get("fqns", ())
+        if kind == "all_to_all":
+            values, axis, to = node.args
+            came = "sequence" if to == "heads" else "heads"
+            return Line(f"{prefix}  %{name} = all_to_all.start({self._arguments(values)}: {came} -> {to}) @{axis}")
+        if kind == "wait" and any(exchanged_part(user) for user in node.users):
+            parts = sorted(node.users, key=lambda user: argument(user, 1))
+            return Line(f"{prefix}  {self._arguments(parts)} = wait({self._argument(node.args[0])})")
         if kind in ("", "wait"):
             callee = kind or getattr(node.target, "__name__", str(node.target)).split(".")[0]
             return Line(f"{prefix}  %{name} = {callee}({self._arguments(node.args)})")
@@ -155,21 +166,21 @@ class _Printer:
         """Arguments with long runs of neighbours cut short."""
         parts: list[str] = []
         run: list[str] = []
-        for argument in (*arguments, None):
-            if isinstance(argument, fx.Node):
-                run.append(self.names[argument])
+        for each in (*arguments, None):
+            if isinstance(each, fx.Node):
+                run.append(self.names[each])
                 continue
             parts += [joined(run)] if run else []
             run = []
-            parts.append(self._argument(argument))
+            parts.append(self._argument(each))
         return ", ".join(parts[:-1])
 
-    def _argument(self, argument: Any) -> str:
-        if isinstance(argument, fx.Node):
-            return f"%{self.names[argument]}"
-        if isinstance(argument, (list, tuple)):
-            return f"[{self._arguments(argument)}]"
-        return "-" if argument is None else str(expression_of(argument))
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return f"%{self.names[value]}"
+        if isinstance(value, (list, tuple)):
+            return f"[{self._arguments(value)}]"
+        return "-" if value is None else str(expression_of(value))
 
 
 def _callee(call: fx.Node) -> str:

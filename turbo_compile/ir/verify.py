@@ -258,12 +258,16 @@ def _modules(program: Program | StepProgram) -> Iterator[tuple[str, fx.GraphModu
 
 
 def _blocks_called_once(view: _View) -> Iterator[Fault]:
+    """Each block is one call, or one call of each of its pieces."""
     graph = forward_of(view.program)
-    called = Counter(call.meta["call"].fqn for call in calls_of(graph))
+    called = Counter((call.meta["call"].fqn, call.meta["call"].part) for call in calls_of(graph))
     for block in view.program.blocks:
-        if called[block] != 1:
-            same = [call for call in calls_of(graph) if call.meta["call"].fqn == block]
-            yield (same or [output_node(graph)])[-1], f"block {block} is called {called[block]} times instead of once"
+        parts = [part for fqn, part in called if fqn == block] or [""]
+        for part in parts:
+            count = called[block, part] if len(parts) == 1 or part else 2  # a block is whole, or in pieces
+            if count != 1:
+                same = [call for call in calls_of(graph) if call.meta["call"].fqn == block]
+                yield (same or [output_node(graph)])[-1], f"block {block} is called {count} times instead of once"
 
 
 # --- forward and backward of a step ----------------------------------------------------------------------------------
@@ -284,7 +288,7 @@ def _bundles_read_once(step: StepProgram, backward: fx.Graph) -> Iterator[Fault]
         if len(readers) != 1 or readers[0].op != "call_module":
             yield node, f"a bundle is read by one backward call, not by {len(readers)}"
         elif readers[0].meta["call"] != call.meta["call"]:
-            yield readers[0], f"reads the bundle of {call.meta['call'].fqn}"
+            yield readers[0], f"reads the bundle of {call.meta['call'].label}"
         elif step.compute_of(readers[0]) is not step.compute_of(call):
             yield readers[0], f"reads what {call.target} saved, but runs {readers[0].target}"
     if len(taken) < len(bundles):
@@ -333,9 +337,9 @@ def _gradients_complete(step: StepProgram, backward: fx.Graph) -> Iterator[Fault
             if fqn not in step.parameters or not step.parameters[fqn].trainable:
                 yield result, f"{fqn} is frozen, and gets a gradient"
             for use in uses.get(fqn, Counter()) - summed:
-                yield result, f"the gradient of {fqn} leaves out its use in {use.fqn}"
+                yield result, f"the gradient of {fqn} leaves out its use in {use.label}"
             for use in summed - uses.get(fqn, Counter()):
-                yield result, f"the gradient of {fqn} counts {use.fqn} twice, or takes what is not its own"
+                yield result, f"the gradient of {fqn} counts {use.label} twice, or takes what is not its own"
 
 
 def _summed(result: fx.Node, fqn: str) -> Counter[Call]:
