@@ -128,7 +128,7 @@ class _Exchange:
         for name in "qkv":
             count, repeats = (heads.query, 1) if name == "q" else (heads.key, heads.repeats)
             node = self._put("transpose", given[name], 1, 2)
-            node = self._put("repeat_interleave", node, repeats, 2) if repeats > 1 else node
+            node = self._repeated(node, repeats)
             node = self._filled(node, 2, count * self.ranks)
             sent.append(self._put("contiguous", node))
             sent[-1].meta["stem"] = name
@@ -206,13 +206,21 @@ class _Exchange:
             made.meta["source"] = Source("batch", (name,))
         return made
 
+    def _repeated(self, node: fx.Node, repeats: int) -> fx.Node:
+        """[B, S, H, D] with each head `repeats` times in a row. (repeat_interleave would fix the sizes in a trace.)"""
+        if repeats == 1:
+            return node
+        copies = self._put("expand", self._put("unsqueeze", node, 3), -1, -1, -1, repeats, -1)
+        return self._put("flatten", copies, 2, 3)
+
     def _filled(self, node: fx.Node, dim: int, size: int) -> fx.Node:
         """`node` with zeros added at the end of `dim` up to `size`."""
         value = value_of(node)
         missing = size - value.shape[dim]
         if missing == 0:
             return node
-        return self._put(torch.nn.functional.pad, node, (0, 0) * (value.dim() - 1 - dim) + (0, missing))
+        zero = self._put(torch.zeros_like, self._put("narrow", node, dim, 0, 1))  # pad would fix the sizes in a trace
+        return self._put(torch.cat, (node, *[zero] * missing), dim)
 
     def _part(self, done: fx.Node, index: int, value: Tensor, stem: str) -> fx.Node:
         node = self.graph.call_function(operator.getitem, (done, index))

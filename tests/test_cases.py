@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.families import ids_of
@@ -31,6 +33,8 @@ _NO_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _QWEN3 = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _QWEN3 |= {"num_key_value_heads": 2, "head_dim": 8, **_NO_SPECIAL}
 _FSDP = {"mesh": {"fsdp": 2}}
+_SP = {"mesh": {"sp": 2}}
+_BOTH = pytest.mark.parametrize("plan", [_FSDP, _SP], ids=["fsdp", "sp"])
 
 
 def make(kind: Any, config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -124,7 +128,7 @@ def test_h01_tied_embedding(world: World, meta: bool) -> None:
 # --- H02: unequal numbers of valid tokens, accumulated ----------------------------------------------------------------
 
 
-def h02() -> None:
+def h02(plan: dict[str, Any]) -> None:
     reference = tied_qwen3()
     ids = ids_of(8, 16, 101, seed=2)
     labels = ids.clone()
@@ -136,26 +140,85 @@ def h02() -> None:
     assert gradient_norm(reference) == pytest.approx(2.107011, abs=1e-5)
 
     halves = [{"input_ids": ids[rows], "labels": labels[rows]} for rows in (slice(0, 4), slice(4, 8))]
-    model = compiled(reference, _FSDP)
+    model = compiled(reference, plan)
+    sp = plan["mesh"].get("sp", 1)
     for deferred in (True, False):
         model.zero_grad()
         total = 0.0
         for half in halves:
             if deferred and half is halves[0]:
                 with model.no_sync():
-                    loss = model(**own_rows(half), num_items_in_batch=71).loss
+                    loss = model(**own_rows(half, sp), num_items_in_batch=71).loss
                     loss.backward()
                 assert all(p.grad is None for p in model.parameters())
             else:
-                loss = model(**own_rows(half), num_items_in_batch=71).loss
+                loss = model(**own_rows(half, sp), num_items_in_batch=71).loss
                 loss.backward()
             total += loss.item()
         assert total == pytest.approx(expected.item(), abs=1e-5)
         check_gradients(reference, model)
 
 
-def test_h02_unequal_tokens_accumulated(world: World) -> None:
-    world.run(h02)
+@_BOTH
+def test_h02_unequal_tokens_accumulated(world: World, plan: dict[str, Any]) -> None:
+    world.run(h02, plan)
+
+
+# --- H03, H04: a label at the edge between chunks; heads that do not spread evenly ------------------------------------
+
+
+def llama_97(heads: int = 4, key_heads: int = 1, hidden: int = 32, **more: Any) -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": hidden, "intermediate_size": 48, "num_hidden_layers": 2}
+    own = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "tie_word_embeddings": False}
+    rest = {"max_position_embeddings": 128, "initializer_range": 0.1, **_NO_SPECIAL}
+    return make(LlamaForCausalLM, LlamaConfig(**sizes, **own, **rest, **more))
+
+
+def check_anchored(reference: Any, model: Any, batch: dict[str, Tensor], loss: float, norm: float) -> None:
+    reference.zero_grad()
+    model.zero_grad()
+    expected = run_eager(reference, batch).loss
+    expected.backward()
+    assert (expected.item(), gradient_norm(reference)) == pytest.approx((loss, norm), abs=1e-5)
+    ours = model(**batch).loss
+    ours.backward()
+    assert ours.item() == pytest.approx(loss, abs=1e-5)
+    check_gradients(reference, model)
+
+
+def h03() -> None:
+    reference = llama_97()
+    model = compiled(reference, _SP)
+    ids = ids_of(2, 8, 97, seed=1)
+    columns = torch.arange(8).expand(2, 8)
+    label_sets = (
+        (ids, 4.692486, 4.626730),
+        (ids.masked_fill(columns != 4, -100), 4.638631, 11.429794),
+        (ids.masked_fill((columns >= 1) & (columns <= 3), -100), 4.631587, 5.239778),
+    )
+    for labels, loss, norm in label_sets:
+        check_anchored(reference, model, {"input_ids": ids, "labels": labels}, loss, norm)
+
+
+def test_h03_label_at_the_chunk_edge(world: World) -> None:
+    world.run(h03)
+
+
+def h04() -> None:
+    ids = ids_of(2, 8, 97, seed=1)
+    pairs = (
+        ((4, 1, 32), {}, 4.692486, 4.626730),
+        ((6, 3, 48), {"head_dim": 8}, 5.123273, 5.404003),
+        ((3, 1, 48), {"head_dim": 8}, 4.772722, 5.403052),
+        ((3, 3, 48), {"head_dim": 8}, 4.784268, 5.816276),
+    )
+    for sizes, more, loss, norm in pairs:
+        reference = llama_97(*sizes, **more)
+        check_anchored(reference, compiled(reference, _SP), {"input_ids": ids, "labels": ids}, loss, norm)
+
+
+def test_h04_few_and_odd_heads(world: World) -> None:
+    world.run(h04)
 
 
 # --- H05: packed documents stay apart ---------------------------------------------------------------------------------
@@ -171,11 +234,11 @@ def alone(reference: Any, ids: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor
     return torch.stack(losses).sum() / (ids.shape[1] - len(lengths)), torch.cat(logits)
 
 
-def h05(attention: str) -> None:
+def h05(attention: str, plan: dict[str, Any]) -> None:
     sizes = {"vocab_size": 97, "max_position_embeddings": 128, "initializer_range": 0.2, "tie_word_embeddings": False}
     reference = make(Qwen3ForCausalLM, Qwen3Config(**_QWEN3, **sizes, attn_implementation=attention))
     assert reference.config._attn_implementation == attention
-    model = compiled(reference, _FSDP)
+    model = compiled(reference, plan)
     ids = ids_of(1, 16, 97, seed=3)
     for lengths, anchor in (((5, 1, 1, 6, 3), 4.566109), ((8, 8), None), ((16,), None)):
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -189,14 +252,45 @@ def h05(attention: str) -> None:
         out = model(input_ids=ids, position_ids=positions, labels=labels, return_logits=True)
         out.loss.backward()
         assert out.loss.item() == pytest.approx(expected.item(), abs=1e-5)
-        torch.testing.assert_close(out.logits[0], logits.detach(), rtol=0, atol=1e-4)
+        ours = model.gather_sequence(out.logits)[0]
+        torch.testing.assert_close(ours, logits.detach(), rtol=0, atol=1e-4)
         check_gradients(reference, model)
     assert reference.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_h05_packed_documents(world: World, attention: str) -> None:
-    world.run(h05, attention)
+@_BOTH
+def test_h05_packed_documents(world: World, attention: str, plan: dict[str, Any]) -> None:
+    world.run(h05, attention, plan)
+
+
+# --- H07: the router's auxiliary loss is a statistic of the global batch ----------------------------------------------
+
+
+def h07(plan: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 97, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    sparse = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False}
+    rest = {"initializer_range": 0.2, "max_position_embeddings": 128}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    reference = make(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_QWEN3, **sizes, **sparse, **rest, **router))
+    model = compiled(reference, plan)
+    ids = ids_of(4, 12, 97, seed=1)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = mask[3, 4:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected = run_eager(reference, batch)
+    expected.loss.backward()
+    assert expected.aux_loss.item() == pytest.approx(2.007760, abs=1e-5)
+    assert (expected.loss.item(), gradient_norm(reference)) == pytest.approx((6.217978, 2.657560), abs=1e-5)
+    out = model(**own_rows(batch, plan["mesh"].get("sp", 1)))
+    out.loss.backward()
+    assert (out.loss.item(), out.aux_loss.item()) == pytest.approx((6.217978, 2.007760), abs=1e-5)
+    check_gradients(reference, model)
+
+
+@_BOTH
+def test_h07_router_loss_of_the_global_batch(world: World, plan: dict[str, Any]) -> None:
+    world.run(h07, plan)
 
 
 # --- H08: a frozen base with hand-made adapters -----------------------------------------------------------------------
@@ -216,10 +310,7 @@ class LoRA(nn.Module):
 
 
 def adapted_llama() -> Any:
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    rest = {"max_position_embeddings": 128, "initializer_range": 0.1, **_NO_SPECIAL}
-    model = make(LlamaForCausalLM, LlamaConfig(**sizes, **heads, **rest))
+    model = llama_97(key_heads=2)
     model.requires_grad_(False)
     torch.manual_seed(3)
     for layer in model.model.layers:
@@ -228,9 +319,10 @@ def adapted_llama() -> Any:
     return model
 
 
-def h08(recompute: str) -> list[Tensor]:
+def h08(plan: dict[str, Any]) -> list[Tensor]:
     reference = adapted_llama()
-    model = compiled(reference, _FSDP | {"recompute": recompute})
+    model = compiled(reference, plan)
+    sp = plan["mesh"].get("sp", 1)
     before = {fqn: whole(p.detach()).clone() for fqn, p in model.named_parameters()}
     flags = {fqn: p.requires_grad for fqn, p in model.named_parameters()}
     assert flags == {fqn: p.requires_grad for fqn, p in reference.named_parameters()} and sum(flags.values()) == 8
@@ -244,7 +336,7 @@ def h08(recompute: str) -> list[Tensor]:
         theirs.zero_grad()
         expected = run_eager(reference, batch).loss
         expected.backward()
-        loss = model(**own_rows(batch)).loss
+        loss = model(**own_rows(batch, sp)).loss
         loss.backward()
         check_gradients(reference, model, 1e-4)
         norm = torch.nn.utils.clip_grad_norm_(trained[0], 1.0)
@@ -262,9 +354,9 @@ def h08(recompute: str) -> list[Tensor]:
     return [whole(p.detach()) for p in trained[1]]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_h08_frozen_base_with_adapters(world: World, recompute: str) -> None:
-    first, second = world.run(h08, recompute)
+@pytest.mark.parametrize("plan", [_FSDP, _FSDP | {"recompute": "full"}, _SP], ids=["fsdp", "recompute", "sp"])
+def test_h08_frozen_base_with_adapters(world: World, plan: dict[str, Any]) -> None:
+    first, second = world.run(h08, plan)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

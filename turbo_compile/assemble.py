@@ -35,7 +35,16 @@ from turbo_compile.kernels import counter_random
 from turbo_compile.masks import is_mask, with_masks
 from turbo_compile.regions import is_anchor, levels, write_out_of_place
 
-FIELDS = ("ids", "positions", "layout", "valid", "targets", "denominator", "seed")  # what a batch is, in entry's order
+FIELDS = (
+    "ids",
+    "positions",
+    "layout",
+    "valid",
+    "targets",
+    "denominator",
+    "seed",
+    "longest",
+)  # what a batch is, in entry's order
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,14 @@ class Batch:
     """One call, read: the program's batch fields, its sizes and the caller's switches.
 
     `fields` has ids, positions, layout, valid and, with labels, targets (shifted: the token each position predicts).
-    `tokens` counts those with a target, `length` the tokens a row has. `checksum` is equal for equal fields.
+    `tokens` counts those with a target, `length` the tokens a row has, `longest` the positions up to the largest one.
+    `checksum` is equal for equal fields.
     """
 
     fields: dict[str, Tensor]
     tokens: int
     length: int
+    longest: int
     checksum: int
     num_items: Tensor | float | None
     has_loss: bool
@@ -93,6 +95,7 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
         fields=fields,
         tokens=_count(fields),
         length=ids.shape[1],
+        longest=int(positions.max()) + 1,
         checksum=_checksum(fields),
         num_items=given.get("num_items_in_batch"),
         has_loss=targets is not None,

@@ -83,6 +83,7 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
         "targets": tokens.clone(),
         "denominator": torch.ones((), dtype=torch.float32, device=device),
         "seed": torch.zeros((), dtype=torch.long, device=device),
+        "longest": torch.zeros((), dtype=torch.long, device=device),
     }
     if signature.shape is None:
         for tensor in batch.values():
@@ -100,13 +101,14 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
         targets: Tensor,
         denominator: Tensor,
         seed: Tensor,
+        longest: Tensor,
     ) -> tuple[Tensor, ...]:
         read = (positions, layout, valid, targets) if signature.loss else (positions, layout, valid)
         for other in read:  # a call without labels has no targets: no size may come from them
             torch._check(other.shape[0] == ids.shape[0])
             torch._check(other.shape[1] == ids.shape[1])
         inputs.layout, inputs.valid, inputs.seed = layout, valid, seed
-        inputs.targets, inputs.denominator = targets, denominator
+        inputs.targets, inputs.denominator, inputs.longest = targets, denominator, longest
         if signature.loss:
             out = forward(
                 model,

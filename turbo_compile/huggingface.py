@@ -24,6 +24,7 @@ from turbo_compile.boundaries.experts import experts_forward
 from turbo_compile.boundaries.loss import causal_lm_loss_op
 from turbo_compile.boundaries.router import router_counts, router_loss
 from turbo_compile.errors import CaptureError, TurboCompileError, UnsupportedOp
+from turbo_compile.rotary import length_given
 
 NAME = "turbo_compile"
 _ANY_NUMBER = 4096  # of different blocks under one class: past it, Dynamo would give up the regions
@@ -38,6 +39,7 @@ class Inputs:
     seed: Tensor | None = None
     targets: Tensor | None = None
     denominator: Tensor | None = None
+    longest: Tensor | None = None
 
 
 _INPUTS = Inputs()
@@ -73,9 +75,15 @@ def boundaries_installed(model: PreTrainedModel, recorded: bool) -> Iterator[Inp
         stack.enter_context(_loss(model))
         stack.enter_context(_router(model))
         stack.enter_context(_masks())
+        stack.enter_context(length_given(model, _longest))
         stack.enter_context(_blocks(model, _recording_region if recorded else _region))
         stack.callback(_clear)
         yield _INPUTS
+
+
+def _longest() -> Tensor:
+    assert _INPUTS.longest is not None
+    return _INPUTS.longest
 
 
 def _clear() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -54,27 +54,28 @@ class Runtime:
     # --- one call -----------------------------------------------------------------------------------------------------
 
     def __call__(self, **arguments: Any) -> ModelOutput | tuple[Any, ...]:
-        batch, total = self._read(arguments)
+        batch, total, longest = self._read(arguments)
         signature = self._signature(batch)
         executable = self._executable(signature, batch)
-        state = _State(self, executable, self._fields(batch, total))
+        state = _State(self, executable, self._fields(batch, total, longest))
         with failing_together("the forward"):
             results = _Step.apply(state, self.anchor) if signature.differentiable else state.forward()
         return self._output(dict(zip(signature.outputs, results, strict=True)), batch)
 
-    def _read(self, arguments: dict[str, Any]) -> tuple[Batch, int]:
-        """What this rank takes of its batch, and the tokens with a target on all ranks, once all agreed to go on."""
+    def _read(self, arguments: dict[str, Any]) -> tuple[Batch, int, int]:
+        """What this rank takes of its batch; of all ranks' together, the tokens with a target and the longest row."""
         device = self.axes.device
         ranks, rank = self.axes.sizes["sp"], self.axes.coordinates["sp"]
         try:
             batch = read_batch(arguments, self.model.config, device, self.vocabulary)
         except Exception as error:
-            agree("", (0, 0), error, device)  # tells the other ranks
+            agree("", (0, 0, 0), error, device)  # tells the other ranks
             raise
         own = batch.cut(MODEL_ENTRY, rank, ranks) if ranks > 1 else batch
-        told = agree(self._about(batch), (own.tokens, batch.checksum), None, device)
-        _check_same_rows([checksum for _, checksum in told], ranks)
-        return own, sum(tokens for tokens, _ in told)
+        told = agree(self._about(batch), (own.tokens, batch.longest, batch.checksum), None, device)
+        tokens, longest, checksums = zip(*told, strict=True)
+        _check_same_rows(checksums, ranks)
+        return own, sum(tokens), max(longest)
 
     def _about(self, batch: Batch) -> str:
         """What every rank must be about to do alike; a mask, or rows and lengths of its own, are no matter."""
@@ -111,12 +112,13 @@ class Runtime:
         _check_guards(executable, batch)
         return executable
 
-    def _fields(self, batch: Batch, total: int) -> dict[str, Tensor]:
+    def _fields(self, batch: Batch, total: int, longest: int) -> dict[str, Tensor]:
         device = self.axes.device
         fields = dict(batch.fields)
         items = batch.num_items if batch.num_items is not None else max(total, 1)
         fields["denominator"] = torch.as_tensor(items, dtype=torch.float32, device=device).reshape(())
         seed = torch.randint(2**62, (), dtype=torch.long).to(device)
+        fields["longest"] = torch.tensor(longest, device=device)
         fields["seed"] = counter_random.fork(seed, self.axes.rank)
         return fields
 
@@ -217,7 +219,7 @@ class Runtime:
         return self.model
 
 
-def _check_same_rows(checksums: list[int], ranks: int) -> None:
+def _check_same_rows(checksums: Sequence[int], ranks: int) -> None:
     """Ranks that share a sequence must be given the same rows: each takes its own chunk of them."""
     for first in range(0, len(checksums), ranks):
         for rank in range(first + 1, first + ranks):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from turbo_compile.errors import UnsupportedOp
+from turbo_compile.ir.locality import Placement, declare
 from turbo_compile.kernels import attention_cpu, attention_cuda
 from turbo_compile.kernels.attention_cpu import accumulate_dtype
 from turbo_compile.kernels.attention_layout import Options
@@ -60,6 +61,7 @@ class AttentionPlacement:
 
 
 PLACEMENT = AttentionPlacement()
+declare({attention: Placement(("whole",) * 6, ("whole", "whole"))})
 
 
 def FLOPS(B: Any, S: Any, H: Any, D: Any, V: Any, window: Any = None, causal: bool = True) -> Any:

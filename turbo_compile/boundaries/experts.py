@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turbo_compile.boundaries.loss import Placement
 from turbo_compile.errors import UnsupportedOp
+from turbo_compile.ir.locality import Placement, declare
 from turbo_compile.kernels.grouped_mm import grouped_mm
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # inputs may have any strides; outputs are contiguous
@@ -47,7 +47,9 @@ PLACEMENTS = {
     dispatch_backward: Placement(("tokens", "tokens"), ("tokens",)),
     combine: Placement(("tokens", "tokens", "tokens"), ("tokens",)),
     combine_backward: Placement(("tokens", "tokens", "tokens", "tokens"), ("tokens", "tokens")),
+    grouped_mm: Placement(("tokens", "replicate", "tokens", "replicate"), ("tokens",)),
 }
+declare(PLACEMENTS)
 
 CPU_CHUNK_BYTES_PER_THREAD = 1 << 19  # what a step of a sum holds: measured, 3 to 5 times faster than all at once
 CUDA_CHUNK_BYTES = 64 << 20  # not yet measured

@@ -9,13 +9,13 @@ ranks through attention, so that scaling them after backward would be too late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from turbo_compile.errors import TurboCompileError
+from turbo_compile.ir.locality import Placement, declare
 from turbo_compile.kernels import cross_entropy as kernel
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # inputs may have any strides; outputs are contiguous
@@ -33,22 +33,11 @@ torch.library.define(
 causal_lm_loss_op = torch.ops.turbo_compile.causal_lm_loss.default
 causal_lm_loss_backward = torch.ops.turbo_compile.causal_lm_loss_backward.default
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How the tensors of an op lie when each rank holds some of the tokens, in the order of its schema.
-
-    "tokens": cut by token; "replicate": the same on every rank; "partial": the ranks' values add up to the whole.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 PLACEMENTS = {
     causal_lm_loss_op: Placement(("tokens", "tokens", "replicate"), ("partial", "tokens")),
     causal_lm_loss_backward: Placement(("replicate", "tokens", "tokens", "tokens", "replicate"), ("tokens",)),
 }
+declare(PLACEMENTS)
 
 
 def causal_lm_loss(logits: Tensor, targets: Tensor, denominator: Tensor) -> Tensor:

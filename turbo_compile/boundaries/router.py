@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turbo_compile.boundaries.loss import Placement
+from turbo_compile.ir.locality import Placement, declare
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # inputs may have any strides; outputs are contiguous
 
@@ -40,6 +40,7 @@ PLACEMENTS = {
     router_loss: Placement(("tokens", "tokens", "replicate"), ("partial",)),
     router_loss_backward: Placement(("replicate", "tokens", "tokens", "replicate"), ("tokens",)),
 }
+declare(PLACEMENTS)
 
 
 def router_counts_flops(layers: Any, tokens: Any, experts: Any) -> Any:

@@ -17,7 +17,7 @@ MODEL_ENTRY = SequenceSlicing(
     boundary="model_entry",
     padded={"ids": 0, "positions": 0, "valid": 0, "targets": IGNORED},
     sliced=("ids", "positions", "valid", "targets"),
-    global_=("layout", "denominator", "seed"),
+    global_=("layout", "denominator", "seed", "longest"),
 )
 
 

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from turbo_compile.errors import InvalidProgram
 from turbo_compile.ir.graphs import output_node, placeholders, results_of
+from turbo_compile.ir.locality import mixes_tokens
 from turbo_compile.ir.names import (
     adds_gradients,
     before_exchange,
@@ -169,6 +170,16 @@ def _known_nodes(view: _View, name: str, graph: fx.Graph) -> Iterator[Fault]:
             yield node, f"an outer graph has no {node.op}"
 
 
+def _sizes_free(view: _View, name: str, graph: fx.Graph) -> Iterator[Fault]:
+    """B and S stay free: a rewrite whose fake values fixed one would serve a single shape."""
+    for node in placeholders(graph):
+        if source(node).names == ("ids",):
+            wanted = (view.program.batch_symbol, view.program.sequence_symbol)
+            for size, symbol in zip(node.meta["val"].shape, wanted, strict=True):
+                if symbol.is_Symbol and expression_of(size) != symbol:
+                    yield node, f"has size {expression_of(size)} where it was {symbol}: the rewrite holds for one shape"
+
+
 def _calls_fit(view: _View, name: str, graph: fx.Graph) -> Iterator[Fault]:
     """Each call hands over as many groups, parameters and inputs as its segment takes, and takes results it has."""
     for call in calls_of(graph):
@@ -268,6 +279,16 @@ def _blocks_called_once(view: _View) -> Iterator[Fault]:
             if count != 1:
                 same = [call for call in calls_of(graph) if call.meta["call"].fqn == block]
                 yield (same or [output_node(graph)])[-1], f"block {block} is called {count} times instead of once"
+
+
+def _token_local(view: _View) -> Iterator[Fault]:
+    """Where a rank holds a chunk of the sequence, a segment computes for each token from that token alone."""
+    program = view.program
+    if isinstance(program, Program) or program.sliced is None or not program.sequence_symbol.is_Symbol:
+        return
+    for compute in program.computes.values():
+        for node, rule in mixes_tokens(compute.forward.graph, program.sequence_symbol):
+            yield node, f"segment {compute.name} mixes tokens, of which a rank holds a chunk: {rule}"
 
 
 # --- forward and backward of a step ----------------------------------------------------------------------------------
@@ -372,12 +393,17 @@ def _gradients_reduced(step: StepProgram, backward: fx.Graph) -> Iterator[Fault]
 _GRAPH_RULES: tuple[Callable[[_View, str, fx.Graph], Iterator[Fault]], ...] = (
     _in_order,
     _known_nodes,
+    _sizes_free,
     _calls_fit,
     _types_agree,
     _collectives_pair,
     _gathered_first,
 )
-_PROGRAM_RULES: tuple[Callable[[_View], Iterator[Fault]], ...] = (_plain_segments, _blocks_called_once)
+_PROGRAM_RULES: tuple[Callable[[_View], Iterator[Fault]], ...] = (
+    _plain_segments,
+    _blocks_called_once,
+    _token_local,
+)
 _STEP_RULES: tuple[Callable[[StepProgram, fx.Graph], Iterator[Fault]], ...] = (
     _bundles_read_once,
     _parameters_at_hand,
