@@ -33,14 +33,14 @@ class ShardParameters:
         gathered = self._gather_forward(program)
         if program.backward is not None:
             self._gather_backward(program, gathered)
-            self._reduce(program.backward)
+            self._reduce(program, program.backward)
 
     def _gather_forward(self, program: StepProgram) -> dict[str, fx.Node]:
         """Gather each group once, before its first reader; returns the gathered groups by placeholder name."""
         gathered = {}
         for group in _groups(program.forward):
             readers = [node for node in program.forward.nodes if node in group.users]
-            gathered[group.name] = _gather(program.forward, group, readers)
+            gathered[group.name] = _gather(program, program.forward, group, readers)
         return gathered
 
     def _gather_backward(self, program: StepProgram, gathered: dict[str, fx.Node]) -> None:
@@ -54,7 +54,7 @@ class ShardParameters:
             if not readers:
                 program.backward.erase_node(group)
             elif self._frees(group, readers):
-                _gather(program.backward, group, readers)
+                _gather(program, program.backward, group, readers)
             else:
                 kept.append(gathered[group.name])
                 group.meta["source"] = Source("kept", source(group).names)
@@ -64,9 +64,10 @@ class ShardParameters:
     def _frees(self, group: fx.Node, readers: list[fx.Node]) -> bool:
         return all(self.reshard.get(reader.meta["call"].fqn, False) for reader in readers)
 
-    def _reduce(self, graph: fx.Graph) -> None:
+    def _reduce(self, program: StepProgram, graph: fx.Graph) -> None:
         for gradient in list(results_of(graph)):
-            node = _after(graph, gradient, collectives.reduce_scatter, "shard")
+            axis = _axis(program, gradient.meta["fqns"])
+            node = _after(graph, gradient, collectives.reduce_scatter, axis)
             if self.replicated:
                 node = _after(graph, node, collectives.all_reduce, "dp")
             output_node(graph).replace_input_with(gradient, node)
@@ -76,10 +77,16 @@ def _groups(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in placeholders(graph) if source(node).kind == "group"]
 
 
-def _gather(graph: fx.Graph, group: fx.Node, readers: list[fx.Node]) -> fx.Node:
+def _axis(program: StepProgram, fqns: tuple[str, ...]) -> str:
+    """The axis that the parameters of a group are gathered over, the same for all."""
+    (axis,) = {program.parameters[fqn].axis for fqn in fqns}
+    return axis
+
+
+def _gather(program: StepProgram, graph: fx.Graph, group: fx.Node, readers: list[fx.Node]) -> fx.Node:
     """Insert the gather of `group` before the first reader and hand the result to every reader."""
     with graph.inserting_before(readers[0]):
-        start = graph.call_function(collectives.all_gather, (group, "shard"))
+        start = graph.call_function(collectives.all_gather, (group, _axis(program, source(group).names)))
         done = graph.call_function(collectives.wait, (start,))
     for node in (start, done):
         node.meta.update(fqns=source(group).names, val=group.meta["val"])

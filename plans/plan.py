@@ -121,10 +121,6 @@ def environment(environ: Mapping[str, str] | None = None) -> Source:
 
 def check_supported(plan: Plan) -> None:
     """Refuse what a plan can say and this version cannot do yet."""
-    if plan.mesh.ep > 1:
-        raise PlanError(
-            f"mesh.ep={plan.mesh.ep}: this version does not support expert parallelism yet; ep must be 1", key="mesh.ep"
-        )
     if plan.experts.capacity != "exact":
         raise PlanError("experts.capacity: this version supports only exact", key="experts.capacity")
     if plan.fuse not in ("auto", ()):

@@ -37,6 +37,24 @@ def all_to_all(values: tuple[Any, ...], axis: str, to: str) -> NoReturn:
     raise _not_lowered("all_to_all")
 
 
+def all_to_all_counts(values: tuple[Any], axis: str) -> NoReturn:
+    """Start telling each rank of `axis` how many rows come for its experts, from where each expert's rows end [E].
+
+    The wait gives the route that rows then take, and where the rows of this rank's experts end. Its sizes are read by
+    the host: the one read of a layer and step.
+    """
+    raise _not_lowered("all_to_all_counts")
+
+
+def all_to_all_rows(values: tuple[Any, Any], axis: str, to: str) -> NoReturn:
+    """Start exchanging rows [N, H] along a route: (rows, route).
+
+    `to="experts"`: rows sorted by expert go to the ranks that hold them, and lie there sorted by expert.
+    `to="tokens"`: back to where they came from, in the order they had.
+    """
+    raise _not_lowered("all_to_all_rows")
+
+
 def wait(started: Any) -> NoReturn:
     """The result of a started collective."""
     raise _not_lowered("wait")
@@ -54,8 +72,8 @@ def add_gradients(
     return tuple(b[j] if i is None else a[i] if j is None else a[i] + b[j] for i, j in places)  # type: ignore[index]
 
 
-STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
-_OTHER = {"heads": "sequence", "sequence": "heads"}
+STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all, all_to_all_counts, all_to_all_rows)
+_OTHER = {"heads": "sequence", "sequence": "heads", "experts": "tokens", "tokens": "experts"}
 
 
 def passes_gradient(node: fx.Node) -> bool:
@@ -74,6 +92,20 @@ def exchanged(node: fx.Node) -> tuple[fx.Node, ...]:
         node = argument(node)
     values: tuple[fx.Node, ...] = argument(node) if node.target is all_to_all else ()
     return values
+
+
+def routed(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The rows and the route of an all_to_all_rows' start or wait; None for any other node."""
+    if node.target is wait:
+        node = argument(node)
+    return argument(node) if node.target is all_to_all_rows else None
+
+
+def send_back(graph: fx.Graph, done: fx.Node, tangent: fx.Node, route: fx.Node) -> fx.Node:
+    """Append the backward of the all_to_all_rows that `done` waits for: the same route the other way."""
+    _, axis, to = argument(done).args
+    start = graph.call_function(all_to_all_rows, ((tangent, route), axis, _OTHER[to]))
+    return graph.call_function(wait, (start,))
 
 
 def exchange(graph: fx.Graph, values: tuple[fx.Node, ...], axis: str, to: str) -> fx.Node:

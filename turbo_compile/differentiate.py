@@ -39,6 +39,7 @@ class _Differentiation:
     differentiable: tuple[str, ...]
     joints: dict[tuple[Any, ...], Joint] = field(default_factory=dict)
     needs: dict[fx.Node, _Need] = field(default_factory=dict)
+    routes: set[fx.Node] = field(default_factory=set)  # what backward sends rows back along
 
     def step(self) -> StepProgram:
         self._find_needs()
@@ -82,6 +83,10 @@ class _Differentiation:
                 self._need(node, requires, wanted, depends[str(node.target)])
             elif node.op == "call_function" and node in wanted and collectives.passes_gradient(node):
                 wanted.add(argument(node))
+            elif node.op == "call_function" and node in wanted and (moved := collectives.routed(node)):
+                wanted.add(moved[0])
+                if any(requires[moved[0]]):
+                    self.routes.add(moved[1])
             elif node.target is collectives.wait:
                 values = collectives.exchanged(node)
                 wanted.update(values[argument(part, 1)] for part in node.users if values and part in wanted)
@@ -100,9 +105,11 @@ class _Differentiation:
             return (requires[argument(node)][argument(node, 1)],)
         if collectives.passes_gradient(node):
             return requires[argument(node)]
-        if values := collectives.exchanged(node) if node.op == "call_function" else ():
+        if node.op == "call_function" and (moved := collectives.routed(node)):
+            return requires[moved[0]]
+        if node.op == "call_function" and (values := collectives.exchanged(node)):
             return tuple(any(requires[value]) for value in values)
-        return (False,)
+        return (False, False)
 
     def _need(
         self, call: fx.Node, requires: dict[fx.Node, tuple[bool, ...]], wanted: set[fx.Node], depends: list[set[int]]
@@ -134,6 +141,9 @@ class _Differentiation:
                 graph.output((fx.map_arg(node.args[0], lambda n: env[n]), tuple(bundles.values()), ()))
                 continue
             env[node] = graph.node_copy(node, lambda n: env[n])
+            if node in self.routes:
+                bundles[node] = env[node]
+                bundles[node].meta["bundle"] = f"{node.meta['call'].fqn}.route"
             if node.op != "call_module":
                 continue
             joint = self._joint(node)
@@ -173,12 +183,16 @@ class _Differentiation:
             if source(group).kind == "group" and any(user in bundles for user in group.users):
                 groups[group] = graph.node_copy(group)
         for node in reversed(self.program.graph.nodes):
-            if node in bundles:
+            if node in bundles and node.op == "call_module":
                 self._reverse(graph, node, saved[node], groups, gradients)
             elif node.op == "call_function" and node in gradients and collectives.passes_gradient(node):
                 _accumulate(graph, gradients, argument(node), gradients[node])
             elif node.target is collectives.wait and collectives.exchanged(node):
                 _exchange_back(graph, node, gradients)
+            elif node.target is collectives.wait and node in gradients and (moved := collectives.routed(node)):
+                back = collectives.send_back(graph, node, gradients[node], saved[moved[1]])
+                back.meta["val"] = moved[0].meta["val"]
+                _accumulate(graph, gradients, moved[0], back)
         found = [(group, gradients[group]) for group in groups if group in gradients]
         graph.output(tuple(gradient for _, gradient in found))
         return graph, tuple(tuple(gradient.meta["fqns"]) for _, gradient in found)

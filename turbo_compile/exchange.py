@@ -7,6 +7,7 @@ padded, and the padding, all at the end, is cut off by a view.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from turbo_compile.ir.placement import Layout
 from turbo_compile.ir.program import Parameter
 from turbo_compile.kernels import heads
 
+LEAST_ROWS = 2  # a compiled segment takes a size for at least this
 _c10d = torch.ops._c10d_functional
 
 
@@ -192,17 +194,78 @@ class AllToAllDone(_Exchange):
         return unpack(_c10d.wait_tensor(received), shapes)
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How rows travel to the experts of other ranks: rows for each rank, rows from each, and their order on arrival.
+
+    `order` [received] sorts what arrives, rank by rank, by expert. `received` counts `spare` empty rows at the end,
+    which keep a segment from being given fewer than it was compiled for.
+    """
+
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    spare: int
+
+
+class Counts(_Exchange):
+    """Where each expert's rows end [E] -> how many rows each rank sends for each expert it holds [ranks, E / ranks]."""
+
+    def forward(self, values: tuple[Tensor]) -> tuple[Tensor, Tensor]:
+        counts = torch.diff(values[0].long(), prepend=values[0].new_zeros(1, dtype=torch.long)).view(self.size, -1)
+        return counts, _c10d.all_to_all_single(counts, [1] * self.size, [1] * self.size, self.group_name)
+
+
+class Counted(_Exchange):
+    def forward(self, started: tuple[Tensor, Tensor]) -> tuple[Route, Tensor]:
+        counts, arriving = started[0], _c10d.wait_tensor(started[1])
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the one read of a layer and step
+        total = sum(received)
+        spare = max(0, LEAST_ROWS - total)
+        expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(self.size)
+        order = torch.repeat_interleave(expert, arriving.flatten(), output_size=total).argsort(stable=True)
+        ends = arriving.sum(0).cumsum(0).to(torch.int32)
+        ends[-1] += spare
+        return Route(sent, received, order, spare), ends
+
+
+class Rows(_Exchange):
+    """Rows [N, H] along a route: to the ranks that hold their experts, or back."""
+
+    def forward(self, values: tuple[Tensor, Route]) -> tuple[Tensor, Route]:
+        rows, route = values
+        sent, received = route.sent, route.received
+        if self.direction == "tokens":
+            arrived = rows.new_empty(route.order.shape[0], rows.shape[1])
+            rows = arrived.index_copy_(0, route.order, rows[: route.order.shape[0]])
+            sent, received = received, sent
+        return _c10d.all_to_all_single(rows.contiguous(), received, sent, self.group_name), route
+
+
+class RowsDone(_Exchange):
+    def forward(self, started: tuple[Tensor, Route]) -> Tensor:
+        rows, route = _c10d.wait_tensor(started[0]), started[1]
+        if self.direction == "tokens":
+            return rows
+        rows = rows.index_select(0, route.order)
+        return _padded(rows, rows.shape[0] + route.spare) if route.spare else rows
+
+
 STARTS: dict[Any, type[_Exchange]] = {
     collectives.all_gather: AllGather,
     collectives.reduce_scatter: ReduceScatter,
     collectives.all_reduce: AllReduce,
     collectives.all_to_all: AllToAll,
+    collectives.all_to_all_counts: Counts,
+    collectives.all_to_all_rows: Rows,
 }
 WAITS: dict[Any, type[_Exchange]] = {
     collectives.all_gather: Gathered,
     collectives.reduce_scatter: Reduced,
     collectives.all_reduce: AllReduced,
     collectives.all_to_all: AllToAllDone,
+    collectives.all_to_all_counts: Counted,
+    collectives.all_to_all_rows: RowsDone,
 }
 
 

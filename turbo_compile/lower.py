@@ -17,7 +17,7 @@ from turbo_compile.errors import TurboCompileError
 from turbo_compile.ir.graphs import argument, placeholders
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
-from turbo_compile.ir.program import Compute, StepProgram, source
+from turbo_compile.ir.program import Compute, Parameter, StepProgram, source
 
 BACKENDS = ("inductor", "eager")
 Compiled = Callable[[list[Any]], Sequence[Any]]
@@ -268,16 +268,23 @@ class _Binder:
         return exchange.STARTS[node.target](**self._facts(node))
 
     def _facts(self, node: fx.Node) -> dict[str, Any]:
-        fqns = node.meta.get("fqns", ())
+        parameters = [self.program.parameters[fqn] for fqn in node.meta.get("fqns", ())]
         return {
             "axes": self.axes,
             "axis": node.args[1],
             "to": node.args[2] if len(node.args) > 2 else "",
-            "layouts": [self.layouts[fqn] for fqn in fqns],
-            "parameters": [self.program.parameters[fqn] for fqn in fqns],
+            "layouts": [self._layout(parameter) for parameter in parameters],
+            "parameters": parameters,
             "reduce_dtype": self.reduce_dtype,
             "pending": self.pending,
         }
+
+    def _layout(self, parameter: Parameter) -> Layout:
+        """How a parameter lies on the axis it is gathered over."""
+        if parameter.axis == "shard":
+            return self.layouts[parameter.fqn]
+        ranks = self.axes.sizes[parameter.axis]
+        return Layout(parameter.shape, ranks, ranks > 1)
 
 
 def _arguments(call: fx.Node) -> tuple[Any, ...]:

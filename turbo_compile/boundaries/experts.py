@@ -83,6 +83,17 @@ def expert_rows(module: Any, rows: Tensor, offsets: Tensor) -> Tensor:
     return module.post_expert_norm(rows) if module.has_post_expert_norm else rows
 
 
+def owner_first(index: Tensor, experts: int, ranks: int, shards: int) -> Tensor:
+    """Expert numbers such that the experts of one rank follow each other.
+
+    The parameters of `experts` lie in equal stretches over `shards` x `ranks`, fastest last; a rank computes those of
+    its stretches in all shards: expert (s * ranks + r) * n + i becomes (r * shards + s) * n + i.
+    """
+    held = experts // (ranks * shards)
+    place, stretch = index % held, index // held
+    return (stretch % ranks * shards + stretch // ranks) * held + place
+
+
 def _project(module: Any, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None

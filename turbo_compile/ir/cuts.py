@@ -7,6 +7,7 @@ after    %q = block_a(%w0, %h0);  %x = wait(all_to_all(%q));  %h1 = block_b(%w0,
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class _Piece:
     """What lies between collectives, as nodes of the segment it was cut from; `name` is that of the segment it is now.
 
-    `groups` says which of a call's groups it reads. `exchanges` are the collectives that start where it ends.
+    `groups` says which of a call's groups it reads. `exchanges` are the collectives that start where it ends. A piece
+    without a name computes nothing: one collective follows another.
     """
 
     name: str
@@ -72,15 +74,21 @@ class _Cutting:
         groups = [[next(members) for _ in names] for names in group_names(call)]
         results = set(results_of(graph))
         letters = iter(_LETTERS)
+        made = _of_parameters(graph, segment.parameters)
         for index in range(last + 1) if last else ():
-            nodes = [node for node in graph.nodes if level.get(node) == index and not _is_exchange(node)]
-            inside = set(nodes)
-            left = (node for node in nodes if node in results or any(user not in inside for user in node.users))
-            outputs = tuple(node for node in left if not is_size(node))
+            own = {node for node in graph.nodes if level.get(node) == index} - made
+            own = {node for node in own if not _is_exchange(node)}
+            inside = own | _read_of(made, own)
+            nodes = [node for node in graph.nodes if node in inside]
+            left = {node for node in own if node in results or any(user not in inside for user in node.users)}
+            outputs = tuple(node for node in nodes if node in left and not is_size(node))
             read = {value for node in nodes for value in node.all_input_nodes}
             kept = tuple(index for index, group in enumerate(groups) if read.intersection(group))
             parameters = [member for group in kept for member in groups[group]]
             module, inputs = extract(nodes, parameters, outputs)
+            if not nodes:
+                yield _Piece("", "", (), (), (), tuple(_exchanges_after(graph, level, index)))
+                continue
             part = next((node.meta["piece"] for node in nodes if "piece" in node.meta), None) or next(letters)
             name = self._named(segment.name, part, module, tuple(len(groups[group]) for group in kept))
             yield _Piece(name, part, kept, tuple(inputs), outputs, tuple(_exchanges_after(graph, level, index)))
@@ -89,7 +97,8 @@ class _Cutting:
         """The segment that computes what `module` does: one there is, or a new one."""
         key = f"{fingerprint(module)} {widths}"
         if key not in self.named:
-            wanted, count = f"{cut}_{part}" if part in _LETTERS else part, 1
+            again = "" if re.search(r"_[a-z]$", cut) else "_"  # a piece cut once more: decoder_layer_ba
+            wanted, count = f"{cut}{again}{part}" if part in _LETTERS else part, 1
             while (name := wanted if count == 1 else f"{wanted}_{count}") in self.program.segments:
                 count += 1
             module.recompile()
@@ -106,6 +115,27 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
             level[node] = max((level.get(value, 0) for value in node.all_input_nodes), default=0)
             level[node] += collective(node) == "wait"
     return level
+
+
+def _of_parameters(graph: fx.Graph, parameters: int) -> set[fx.Node]:
+    """What is computed from parameters alone: each piece that reads it computes it, and none hands it on."""
+    made = set(placeholders(graph)[:parameters])
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    return {node for node in made if node.op != "placeholder"}
+
+
+def _read_of(made: set[fx.Node], readers: set[fx.Node]) -> set[fx.Node]:
+    """Those of `made` that `readers` read, and what these are made from."""
+    found: set[fx.Node] = set()
+    waiting = list(readers)
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node in made and node not in found:
+                found.add(node)
+                waiting.append(node)
+    return found
 
 
 def _is_exchange(node: fx.Node) -> bool:
@@ -129,25 +159,31 @@ def _call_pieces(graph: fx.Graph, call: fx.Node, segment: Segment, pieces: list[
     env: dict[fx.Node, Any] = dict(zip(placeholders(segment.module.graph)[segment.parameters :], inputs, strict=True))
     with graph.inserting_before(call):
         for piece in pieces:
-            taken = (*(groups[index] for index in piece.groups), *(env[node] for node in piece.inputs))
-            new = graph.call_module(piece.name, taken)
-            new.meta.update(
-                groups=len(piece.groups),
-                group_names=tuple(names[index] for index in piece.groups),
-                call=Call(whole.fqn, whole.index, piece.part),
-                val=tuple(value_of(node) for node in piece.outputs),
-            )
-            for index, node in enumerate(piece.outputs):
-                env[node] = graph.call_function(operator.getitem, (new, index))
-                env[node].meta.update(val=value_of(node), **_stem(node))
+            if piece.name:
+                taken = (*(groups[index] for index in piece.groups), *(env[node] for node in piece.inputs))
+                new = graph.call_module(piece.name, taken)
+                new.meta.update(
+                    groups=len(piece.groups),
+                    group_names=tuple(names[index] for index in piece.groups),
+                    call=Call(whole.fqn, whole.index, _part_of(whole.part, piece.part)),
+                    val=tuple(value_of(node) for node in piece.outputs),
+                )
+                for index, node in enumerate(piece.outputs):
+                    env[node] = graph.call_function(operator.getitem, (new, index))
+                    env[node].meta.update(val=value_of(node), **_stem(node))
             for node in piece.exchanges:
                 env[node] = graph.node_copy(node, env.__getitem__)
-                env[node].meta = {"val": value_of(node), **_stem(node)}
+                env[node].meta = {"val": value_of(node), "call": whole, **_stem(node)}
     results = results_of(segment.module.graph)
     for user in list(call.users):
         user.replace_all_uses_with(env[results[argument(user, 1)]])
         graph.erase_node(user)
     graph.erase_node(call)
+
+
+def _part_of(whole: str, part: str) -> str:
+    """The part of a part: `a` of `b` is `ba`; a name stays."""
+    return f"{whole}{part}" if part in _LETTERS else part
 
 
 def _stem(node: fx.Node) -> dict[str, str]:

@@ -55,16 +55,29 @@ def build_axes(mesh: Mesh, device: torch.device) -> Axes:
     if mesh.sp > 1:
         chunks = init_device_mesh(device.type, (world // mesh.sp, mesh.sp), mesh_dim_names=("rows", "sp"))
         groups["sp"] = chunks.get_group("sp")
+    if mesh.ep > 1:
+        experts = init_device_mesh(device.type, (mesh.dp, mesh.edp, mesh.ep), mesh_dim_names=("dp", "edp", "ep"))
+        groups |= {"edp": experts.get_group("edp"), "ep": experts.get_group("ep")}
     return Axes(
         parameters=parameters,
         device=device,
-        sizes={"world": world, "dp": mesh.dp, "shard": mesh.shard, "fsdp": mesh.fsdp, "sp": mesh.sp},
+        sizes={
+            "world": world,
+            "dp": mesh.dp,
+            "shard": mesh.shard,
+            "fsdp": mesh.fsdp,
+            "sp": mesh.sp,
+            "ep": mesh.ep,
+            "edp": mesh.edp,
+        },
         coordinates={
             "world": rank,
             "dp": rank // mesh.shard,
             "shard": rank % mesh.shard,
             "fsdp": rank % mesh.shard // mesh.sp,
             "sp": rank % mesh.sp,
+            "ep": rank % mesh.ep,
+            "edp": rank % mesh.shard // mesh.ep,
         },
         groups=groups,
     )

@@ -75,12 +75,16 @@ class Sliced:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as the program uses it: its full shape, the dtype compute wants, and whether it is trained."""
+    """A parameter as the program uses it: its shape, the dtype compute wants, and whether it is trained.
+
+    It is gathered over `axis`: over `shard` to its full shape, experts over `edp` to those one rank computes.
+    """
 
     fqn: str
     shape: torch.Size
     dtype: torch.dtype
     trainable: bool
+    axis: str = "shard"
 
     @property
     def numel(self) -> int:

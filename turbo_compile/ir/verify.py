@@ -23,6 +23,7 @@ from turbo_compile.ir.names import (
     before_exchange,
     calls_of,
     collective,
+    exchanged_part,
     forward_of,
     group_names,
 )
@@ -299,14 +300,18 @@ def _bundles_read_once(step: StepProgram, backward: fx.Graph) -> Iterator[Fault]
     _, bundles, _ = results_of(step.forward)
     taken = [node for node in placeholders(backward) if source(node).kind == "saved"]
     saving = [call for call in calls_of(step.forward) if step.compute_of(call).backward is not None]
-    for call in saving[len(bundles) :] if len(bundles) < len(saving) else ():
-        yield call, f"forward returns {len(bundles)} bundles of the {len(saving)} that calls save"
+    returned = [bundle for bundle in bundles if not exchanged_part(bundle)]
+    for call in saving[len(returned) :]:
+        yield call, f"forward returns {len(returned)} bundles of the {len(saving)} that calls save"
     for node in taken[len(bundles) :]:
         yield node, "takes a bundle that forward does not return"
     for bundle, node in zip(bundles, taken, strict=False):
         call = bundle.args[0]
         readers = list(node.users)
-        if len(readers) != 1 or readers[0].op != "call_module":
+        if exchanged_part(bundle):
+            if any(collective(reader) != "all_to_all_rows" for reader in readers):
+                yield node, "a route is read by the exchanges that send rows along it, and nothing else"
+        elif len(readers) != 1 or readers[0].op != "call_module":
             yield node, f"a bundle is read by one backward call, not by {len(readers)}"
         elif readers[0].meta["call"] != call.meta["call"]:
             yield readers[0], f"reads the bundle of {call.meta['call'].label}"
