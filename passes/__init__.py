@@ -19,10 +19,10 @@ from turbo_compile.plans.ranges import resolve_ranges
 def forward_passes(plan: Plan) -> tuple[Pass, ...]:
     """The rewrites of the forward program, before it is differentiated."""
     passes: list[Pass] = []
-    if plan.mesh.sp > 1:
-        passes.append(SequenceParallel(plan.mesh.sp, MODEL_ENTRY))  # first: what follows sees each rank's tokens
     if plan.mesh.ep > 1:
-        passes.append(ExpertParallel(plan.mesh.ep, plan.mesh.edp))
+        passes.append(ExpertParallel(plan.mesh.ep, plan.mesh.edp))  # first: it parts a block's experts from the rest
+    if plan.mesh.sp > 1:
+        passes.append(SequenceParallel(plan.mesh.sp, MODEL_ENTRY))
     passes.append(SumOverRanks())  # losses and counts are of the global batch: differentiated with their sum in place
     return tuple(passes)
 

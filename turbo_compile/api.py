@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from turbo_compile.capture import Signature, capture
 from turbo_compile.differentiate import differentiate
 from turbo_compile.dtypes import Dtypes, choose_dtypes
-from turbo_compile.errors import TurboCompileError
-from turbo_compile.huggingface import block_modules
+from turbo_compile.errors import PlanError, TurboCompileError
+from turbo_compile.huggingface import block_modules, expert_counts
 from turbo_compile.ir.dump import Dump, open_dump
 from turbo_compile.ir.mesh import build_axes, ensure_process_group
 from turbo_compile.ir.placement import layouts
@@ -23,6 +23,7 @@ from turbo_compile.lower import BACKENDS, Executable, lower
 from turbo_compile.parameters import shard_parameters
 from turbo_compile.passes import forward_passes, step_passes
 from turbo_compile.plans.plan import Plan, PlanLike, check_supported, environment
+from turbo_compile.plans.values import divisors, listed
 from turbo_compile.ranks import first_rank_first
 from turbo_compile.runtime import Runtime, attach, is_compiled
 
@@ -60,9 +61,10 @@ def turbo_compile(
     axes = build_axes(plan.mesh, device)
     blocks = tuple(block_modules(model))
     step_passes(plan, blocks)  # a range that names no block is an error now, not at the first call
+    _check_experts(model, plan)
     dtypes = choose_dtypes(model, plan.dtype)
     shapes = {name: (p.shape, dtypes.master[name]) for name, p in model.named_parameters()}
-    placed = layouts(plan, shapes)
+    placed = layouts(plan, shapes, tuple(expert_counts(model)) if plan.mesh.ep > 1 else ())
     stages = open_dump(dump, plan, axes.rank)
 
     def build(signature: Signature) -> Executable:
@@ -102,8 +104,35 @@ def _check(model: Any, backend: str) -> None:
         raise TurboCompileError(f"turbo_compile takes a transformers PreTrainedModel, not {type(model).__name__}")
     if is_compiled(model):
         raise TurboCompileError("the model is already compiled; make a new one to compile it under another plan")
+    for name in ("forward", "_loss_function"):
+        if name in model.__dict__:
+            raise TurboCompileError(
+                f"the model has a {name.strip('_')} of its own, which a captured program would not run; "
+                "remove it, or compute your loss from the logits"
+            )
     if backend not in BACKENDS:
         raise TurboCompileError(f"backend={backend!r} is unknown; it can be {' or '.join(BACKENDS)}")
+
+
+def _check_experts(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse to spread experts that are not there, or not as many as divide."""
+    if plan.mesh.ep == 1:
+        return
+    counts = expert_counts(model)
+    if not counts:
+        raise PlanError(
+            f"mesh.ep={plan.mesh.ep}: {type(model).__name__} has no experts behind transformers' experts interface; "
+            "ep must be 1",
+            key="mesh.ep",
+        )
+    for fqn, count in counts.items():
+        if count % plan.mesh.shard:
+            raise PlanError(
+                f"mesh.ep={plan.mesh.ep}: the {count} experts of {fqn} lie in shards over fsdp x sp = "
+                f"{plan.mesh.shard} ranks, which does not divide them; fsdp x sp can be {listed(divisors(count))}, and "
+                "dp multiplies it",
+                key="mesh.ep",
+            )
 
 
 def _resolve(plan: PlanLike, model: PreTrainedModel) -> Plan:

@@ -77,11 +77,12 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
         if key in given:
             _check_tensor(key, given[key], device)
     ids = given["input_ids"]
+    _check_ids(ids, config, device)
     positions = _positions(given, ids)
     mask = _mask(given, ids)
     boundaries = _boundaries(given, ids)
     fields = {
-        "ids": ids.contiguous(),
+        "ids": ids.to(torch.long).contiguous(),
         "positions": positions,
         "layout": document_layout(positions, mask, boundaries),
         "valid": torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool(),
@@ -160,6 +161,15 @@ def _rows(key: str, value: Tensor, ids: Tensor) -> Tensor:
     return value
 
 
+def _check_ids(ids: Tensor, config: Any, device: torch.device) -> None:
+    if ids.is_floating_point():
+        raise TurboCompileError(f"input_ids hold {ids.dtype}; token ids are integers")
+    rows = int(config.get_text_config().vocab_size)
+    if device.type == "cpu" and ids.numel() and (int(ids.max()) >= rows or int(ids.min()) < 0):
+        wrong = int(ids.max()) if int(ids.max()) >= rows else int(ids.min())
+        raise TurboCompileError(f"input_ids hold {wrong}, outside the vocabulary of {rows}")
+
+
 def _positions(given: dict[str, Any], ids: Tensor) -> Tensor:
     if ids.dim() != 2 or ids.numel() == 0:
         raise TurboCompileError(f"input_ids must be rows of tokens, (B, S), each at least 1, not {tuple(ids.shape)}")
@@ -191,6 +201,8 @@ def _boundaries(given: dict[str, Any], ids: Tensor) -> Tensor | None:
     other = given.get("cu_seq_lens_k", boundaries)
     if boundaries.shape != other.shape or not torch.equal(boundaries, other):
         raise UnsupportedOp("cu_seq_lens_q and cu_seq_lens_k differ: attention across documents has no rule")
+    if boundaries.dim() == 1 and bool((boundaries.diff() < 0).any()):
+        raise TurboCompileError(f"cu_seq_lens_q must not decrease, and is {boundaries.tolist()}")
     if boundaries.dim() != 1 or int(boundaries[-1]) != ids.numel() or int(boundaries[0]) != 0:
         raise TurboCompileError(
             f"cu_seq_lens_q must run from 0 to the {ids.numel()} tokens of the batch, not {boundaries.tolist()}"
@@ -204,7 +216,10 @@ def _targets(given: dict[str, Any], ids: Tensor) -> Tensor | None:
         return _rows("shift_labels", given["shift_labels"], ids).to(torch.long).contiguous()
     if "labels" not in given:
         return None
-    labels = _rows("labels", given["labels"], ids).to(torch.long)
+    labels = _rows("labels", given["labels"], ids)
+    if labels.is_floating_point():
+        raise TurboCompileError(f"labels hold {labels.dtype}; labels are token ids, or {IGNORE}")
+    labels = labels.to(torch.long)
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 

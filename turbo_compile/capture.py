@@ -90,8 +90,8 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
             _torch.mark_dynamic(tensor)
     forward = type(model).forward  # a compiled model's own forward is the runtime
     keywords: dict[str, Any] = {"use_cache": False}
-    if signature.router:
-        keywords["output_router_logits"] = True
+    if signature.router or getattr(model.config, "output_router_logits", False):
+        keywords["output_router_logits"] = signature.router  # what the call says, over the configuration
 
     def entry(
         ids: Tensor,

@@ -95,6 +95,9 @@ def train(
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate after warm-up.")] = 3e-3,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows a step, all ranks. Default: the plan's, or 8.")] = None,
     seq: Annotated[int | None, typer.Option(min=2, help="Tokens a row. Default: the plan's, or 128.")] = None,
+    pack: Annotated[
+        bool, typer.Option("--pack/--no-pack", help="Join documents in a row, or give each its own rows, padded.")
+    ] = True,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the checkpoint goes.")] = Path("outputs"),
     backend: Backend = "inductor",
     dtype: Dtype = None,
@@ -107,7 +110,7 @@ def train(
         base = {"dtype": {"master": "fp32"}}
         chosen, world = plan_ranks(read_plan(plan, _settings(settings, dtype), base=base), ranks)
         rows, length = batch or chosen.batch.global_ or 8, seq or chosen.batch.seq or 128
-        options = TrainOptions(model, data, chosen, backend, steps, lr, rows, length, output, seed)
+        options = TrainOptions(model, data, chosen, backend, steps, lr, rows, length, pack, output, seed)
         done = commands.on_ranks("turbo_compile.commands.training:train_model", options, world)
     if _speaks():
         _print_facts(

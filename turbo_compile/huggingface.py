@@ -27,6 +27,16 @@ from turbo_compile.errors import CaptureError, TurboCompileError, UnsupportedOp
 from turbo_compile.rotary import length_given
 
 NAME = "turbo_compile"
+# Tensors that models hand to attention and that the mask says already, or the loss takes.
+_HARMLESS = (
+    "position_ids",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+)
 _ANY_NUMBER = 4096  # of different blocks under one class: past it, Dynamo would give up the regions
 
 
@@ -58,6 +68,12 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> the name of its owner, the first that has it."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def expert_counts(model: nn.Module) -> dict[str, int]:
+    """The number of experts of every module behind transformers' experts interface, by FQN."""
+    found = {fqn: module for fqn, module in model.named_modules() if hasattr(module, "_apply_gate")}
+    return {fqn: int(module.num_experts) for fqn, module in found.items()}
 
 
 @contextlib.contextmanager
@@ -105,8 +121,13 @@ def _attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
+    unknown = [name for name, value in more.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    if unknown:
+        raise UnsupportedOp(
+            f"UnsupportedOp: an attention of {type(module).__name__} passes {unknown[0]}, which has no rule"
+        )
     if attention_mask is None:
         raise UnsupportedOp(f"an attention of {type(module).__name__} gets no mask, so documents and padding are lost")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -145,6 +145,11 @@ class Runtime:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns what it was, on all ranks."""
+        if self.pending:
+            raise TurboCompileError(
+                "clip_grad_norm_ while gradients of no_sync calls wait to be reduced: run a backward outside no_sync "
+                "first, or drop them with zero_grad"
+            )
         layouts = self.sharded.layouts
         split: list[Tensor] = []
         whole: list[Tensor] = []
@@ -326,8 +331,14 @@ class _State:
             if not self.synchronised:
                 self._defer(gradients)
                 return {}
-        self.runtime.pending.clear()
         groups = self.executable.program.gradient_groups
+        reduced = {fqn for names in groups for fqn in names}
+        if left := [fqn for fqn in self.runtime.pending if fqn not in reduced]:
+            raise TurboCompileError(
+                f"gradients of {left[0]} wait from a no_sync call, and this backward does not train it; "
+                "unfreeze it, or drop them with zero_grad"
+            )
+        self.runtime.pending.clear()
         return {fqn: t for names, ts in zip(groups, gradients, strict=True) for fqn, t in zip(names, ts, strict=True)}
 
     def _defer(self, unreduced: tuple[tuple[Tensor, ...], ...]) -> None:

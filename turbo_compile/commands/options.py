@@ -30,7 +30,10 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """`batch` rows of `seq` tokens a step, over all ranks. `data` None: the text that comes with the package."""
+    """`batch` rows of `seq` tokens a step, over all ranks. `data` None: the text that comes with the package.
+
+    `pack` joins documents in a row; else each has rows of its own, padded.
+    """
 
     model: str | None
     data: Path | None
@@ -40,5 +43,6 @@ class TrainOptions:
     lr: float
     batch: int
     seq: int
+    pack: bool
     output: Path
     seed: int

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import logging
 
 from turbo_compile.api import turbo_compile
-from turbo_compile.commands.corpus import Corpus, byte_tokenizer, pack, read_documents
+from turbo_compile.commands.corpus import Corpus, byte_tokenizer, pack, pad, read_documents
 from turbo_compile.commands.launch import local_device
 from turbo_compile.commands.models import DATA, build_model, find_model, load_tokenizer
 from turbo_compile.commands.options import TrainOptions
@@ -134,7 +134,8 @@ class _Feed:
 
 def _corpus(options: TrainOptions, tokenizer: Any, vocabulary: int) -> Corpus:
     documents = read_documents(options.data or Path(str(DATA / _TEXT)))
-    return pack(documents, tokenizer, vocabulary, options.seq)
+    make = pack if options.pack else pad
+    return make(documents, tokenizer, vocabulary, options.seq)
 
 
 def _make_directory(path: Path) -> None:

@@ -17,6 +17,7 @@ import sympy
 import torch
 import torch.fx as fx
 
+from turbo_compile.ir.graphs import argument
 from turbo_compile.ir.names import collective
 from turbo_compile.ir.page import Stage, page
 from turbo_compile.ir.program import Parameter, Program, StepProgram
@@ -106,8 +107,9 @@ def _moves(program: Program | StepProgram, plan: Plan) -> dict[str, tuple[int, s
 
 
 def _bytes_of(node: fx.Node, program: Program | StepProgram, plan: Plan, spelling: Spelling) -> sympy.Expr:
-    if collective(node) == "all_to_all":
-        return spelling.bytes(value.meta["val"] for value in node.args[0])  # type: ignore[union-attr]
+    if collective(node).startswith("all_to_all"):
+        sent = (value.meta.get("val") for value in argument(node))
+        return spelling.bytes(value for value in sent if isinstance(value, torch.Tensor))
     parameters = [program.parameters[fqn] for fqn in node.meta.get("fqns", ())]
     if not parameters:
         value = node.meta["val"]

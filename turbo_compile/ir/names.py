@@ -1,7 +1,7 @@
 """Names for the values of the outer graphs, by the part each plays, so that a pass renames nothing it did not make.
 
     %w3 the parameters of block 3    %g3 gathered    %h3 what block 3 reads    %s3 what it saves
-    %dw3, %dh3 their gradients       %r3 %dw3 reduced
+    %dw3, %dh3 their gradients       %r3 %dw3 reduced    %e3 the experts of block 3, spread over ranks
 
 Values that a pass gave a stem, like q or q.heads, are %q3 and %q3.heads in block 3; a piece of a block saves %s3.piece.
 What belongs to no block carries its call's name: %w.prologue. Forward and backward share names for what they share.
@@ -101,8 +101,9 @@ class _Names:
 
     def exchange(self, node: fx.Node) -> None:
         """Name a start or wait after what goes in: g for w, r for dw, .sum for a sum, qkv3 for all three."""
-        if collective(node) == "all_to_all":
-            self.give(node, f"{_together([self.names[each] for each in argument(node)])}.start")
+        if collective(node).startswith("all_to_all"):
+            moved = argument(node)[:1] if collective(node) == "all_to_all_rows" else argument(node)
+            self.give(node, f"{_together([self.names[each] for each in moved])}.start")
             return
         value: fx.Node = node.args[0]  # type: ignore[assignment]
         if collective(node) == "wait":
@@ -110,7 +111,7 @@ class _Names:
             return
         letter = _GATHERED.get(collective(node), "")
         name = self.names[value]
-        self.give(node, f"{letter}{re.sub('^d?w', '', name)}.start" if letter else f"{name}.sum.start")
+        self.give(node, f"{letter}{re.sub('^d?w?', '', name)}.start" if letter else f"{name}.sum.start")
 
 
 class _Forward(_Names):
@@ -144,12 +145,12 @@ class _Forward(_Names):
     def _name(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._placeholder(node)
+        elif "stem" in node.meta and (exchanged_part(node) or collective(node)):
+            self._arrived(node)
         elif collective(node):
             self.exchange(node)
         elif _is_result(node):
             self._result(node)
-        elif exchanged_part(node):
-            self._arrived(node)
         elif node.op == "call_function":
             reader = next((user for user in node.users if user.op == "call_module"), None)
             name = getattr(node.target, "__name__", "value").split(".")[0]
@@ -162,7 +163,8 @@ class _Forward(_Names):
             return
         readers = {user.meta["call"].fqn for user in _readers(node)}
         alone = len(readers) == 1
-        self.give(node, f"w{self.suffix(readers.pop())}" if alone else f"w.{_module_of(found.names[0])}")
+        letter = "e" if self.program.parameters[found.names[0]].axis == "edp" else "w"
+        self.give(node, f"{letter}{self.suffix(readers.pop())}" if alone else f"{letter}.{_module_of(found.names[0])}")
         self.groups[found.names] = self.names[node]
 
     def _result(self, node: fx.Node) -> None:
@@ -180,9 +182,9 @@ class _Forward(_Names):
 
     def _arrived(self, node: fx.Node) -> None:
         """Name a value that an all_to_all brought, and remember what it was before."""
-        sent = _sent(node)
-        self.give(node, self._stemmed(node, argument(sent).meta["call"].fqn))
-        self.before[self.names[node]] = self.names[sent]
+        self.give(node, self._stemmed(node, node.meta["call"].fqn))
+        if (sent := _sent(node)) is not None:
+            self.before[self.names[node]] = self.names[sent]
 
     def _stemmed(self, node: fx.Node, fqn: str) -> str:
         """`q3.heads` for the stem `q.heads` in block 3."""
@@ -227,8 +229,8 @@ class _Backward(_Names):
         for node in self.graph.nodes:
             if node.op == "call_function" and adds_gradients(node):
                 of[node] = of[before_exchange(node.args[0])]
-            elif exchanged_part(node):
-                of[node] = f"d{self.forward.before[of[_sent(node)].removeprefix('d')]}"
+            elif (sent := _sent(node)) is not None:
+                of[node] = f"d{self.forward.before[of[sent].removeprefix('d')]}"
         for wanted, parts in _inverted(of).items():
             self.give(parts[-1], wanted)
             for index, part in enumerate(parts[:-1], 1):
@@ -252,10 +254,13 @@ def _is_result(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.target is operator.getitem and value.args[0].op == "call_module"  # type: ignore[union-attr]
 
 
-def _sent(part: fx.Node) -> fx.Node:
-    """What an all_to_all took where it brought `part`."""
-    done, index = part.args
-    sent: fx.Node = argument(argument(done))[index]  # type: ignore[arg-type]
+def _sent(value: fx.Node) -> fx.Node | None:
+    """What an all_to_all took where it brought `value`: one of several, or rows along a route. None for what is new."""
+    done, index = (argument(value), argument(value, 1)) if exchanged_part(value) else (value, 0)
+    start = argument(done) if collective(done) == "wait" else None
+    if start is None or collective(start) not in ("all_to_all", "all_to_all_rows"):
+        return None
+    sent: fx.Node = argument(start)[index]
     return sent
 
 

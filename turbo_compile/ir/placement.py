@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from turbo_compile.errors import PlanError
 from turbo_compile.plans.plan import ParameterRule, Plan
 from turbo_compile.plans.ranges import match_globs
 
@@ -40,8 +41,12 @@ class Layout:
         return torch.Size((self.chunk * (self.ranks if self.sharded else 1), *self.shape[1:]))
 
 
-def layouts(plan: Plan, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Layout]:
+def layouts(
+    plan: Plan, parameters: Mapping[str, tuple[torch.Size, torch.dtype]], experts: tuple[str, ...] = ()
+) -> dict[str, Layout]:
     """Where each parameter lies under `plan`: its rule, else sharded unless it is a scalar or below `replicate_below`.
+
+    Those of the modules in `experts`, which ranks compute some of, are always sharded.
 
     Raises:
         PlanError: a glob of `plan.parameters` matches no module.
@@ -52,6 +57,9 @@ def layouts(plan: Plan, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
     for fqn, (shape, dtype) in parameters.items():
         rule = rules.get(fqn)
         small = shape.numel() * dtype.itemsize < plan.replicate_below
+        if rule is not None and rule.dim is None and fqn.startswith(tuple(f"{module}." for module in experts)):
+            raise PlanError(f"{fqn} is spread over ep and cannot be Replicate", key="parameters")
+        small = small and not fqn.startswith(tuple(f"{module}." for module in experts))
         sharded = len(shape) > 0 and (rule.dim == 0 if rule is not None else not small)
         placed[fqn] = Layout(shape, ranks, sharded and ranks > 1)
     return placed

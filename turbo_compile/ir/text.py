@@ -31,6 +31,7 @@ from turbo_compile.ir.names import (
 from turbo_compile.ir.program import Program, StepProgram, source
 from turbo_compile.ir.spelling import Spelling, expression_of, gradient_size, group_size, symbolic_bytes
 
+_CAME_FROM = {"heads": "sequence", "sequence": "heads", "experts": "tokens", "tokens": "experts"}
 _COMMENT_AT = 84  # a fixed column: a comment never moves because another line changed
 
 
@@ -128,10 +129,10 @@ class _Printer:
         name = self.names[node]
         kind = collective(node)
         fqns = node.meta.get("fqns", ())
-        if kind == "all_to_all":
-            values, axis, to = node.args
-            came = "sequence" if to == "heads" else "heads"
-            return Line(f"{prefix}  %{name} = all_to_all.start({self._arguments(values)}: {came} -> {to}) @{axis}")
+        if kind.startswith("all_to_all"):
+            values, axis, *to = node.args
+            way = f": {_CAME_FROM[to[0]]} -> {to[0]}" if to else ""  # type: ignore[index]
+            return Line(f"{prefix}  %{name} = {kind}.start({self._arguments(values)}{way}) @{axis}")
         if kind == "wait" and any(exchanged_part(user) for user in node.users):
             parts = sorted(node.users, key=lambda user: argument(user, 1))
             return Line(f"{prefix}  {self._arguments(parts)} = wait({self._argument(node.args[0])})")

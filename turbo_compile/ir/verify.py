@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 
@@ -288,8 +289,17 @@ def _token_local(view: _View) -> Iterator[Fault]:
     if isinstance(program, Program) or program.sliced is None or not program.sequence_symbol.is_Symbol:
         return
     for compute in program.computes.values():
+        if not any(
+            _carries(node.meta.get("val"), program.sequence_symbol) for node in placeholders(compute.forward.graph)
+        ):
+            continue  # all tokens of some heads, or rows that came from other ranks
         for node, rule in mixes_tokens(compute.forward.graph, program.sequence_symbol):
             yield node, f"segment {compute.name} mixes tokens, of which a rank holds a chunk: {rule}"
+
+
+def _carries(value: Any, symbol: Any) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return any(symbol in sympy.sympify(expression_of(size)).free_symbols for size in sizes)
 
 
 # --- forward and backward of a step ----------------------------------------------------------------------------------
