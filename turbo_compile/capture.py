@@ -62,13 +62,15 @@ def capture(
         CaptureError: the model cannot be traced as one graph; the message names the line of the model.
         UnsupportedOp: a boundary is used in a way that has no rule.
     """
-    training = model.training
-    model.train(signature.training)
+    modes = {module: module.training for module in model.modules()}
+    if model.training != signature.training:
+        model.train(signature.training)
     try:
         with boundaries_installed(model, signature.router) as inputs, fake_weights(model, dtypes, device):
             captured = _trace(model, signature, inputs, device)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     return Assembly(model, signature.trainable, signature.outputs, captured).program()
 
 
