@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from turbo_compile import testing
 from turbo_compile.cli import app
 from turbo_compile.commands import checking
-from turbo_compile.commands.corpus import byte_tokenizer, pack, read_documents
+from turbo_compile.commands.corpus import byte_tokenizer, pack, pad, read_documents
 from turbo_compile.commands.models import tiny
 from turbo_compile.commands.options import TrainOptions
 from turbo_compile.commands.training import train_model
@@ -152,6 +152,7 @@ def options_for(config: Path, tmp_path: Path, plan: dict[str, Any], **changed: A
         "lr": 1e-2,
         "batch": 4,
         "seq": 16,
+        "pack": True,
         "seed": 0,
     }
     return TrainOptions(model=str(config), plan=Plan(**plan), output=tmp_path / "out", **(values | changed))
@@ -179,6 +180,43 @@ def test_documents_are_packed_and_kept_apart(tmp_path: Path) -> None:
     assert sorted(seen) == sorted(corpus.ids[:, 0].tolist())  # a pass over the text takes every row once
 
 
+def test_documents_in_rows_of_their_own_are_cut_and_padded(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    corpus = pad(["abc", "", "defghij", "klmn", "opqrstuv"], tokenizer, 257, 4)
+    end, x = tokenizer.eos_token_id, tokenizer.pad_token_id
+    rows = [[*b"abc", end], [*b"defg"], [*b"hij", end], [*b"klmn"], [*b"opqr"], [*b"stuv"]]  # a last `end` is alone
+    assert corpus.ids.tolist() == rows
+    ignored = corpus.labels == -100
+    assert ignored[:, 0].tolist() == [True, True, False, True, True, False] and not ignored[:, 1:].any()
+    corpus = pad(["a", "bcdef"], tokenizer, 257, 5)
+    assert corpus.ids.tolist() == [[*b"a", end, x, x, x], [*b"bcdef"]]
+    assert corpus.mask is not None and corpus.mask.tolist() == [[1, 1, 0, 0, 0], [1] * 5]
+    assert corpus.labels.tolist() == [[-100, end, -100, -100, -100], [-100, *b"cdef"]]
+    assert corpus.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert set(corpus.batch(0, 2, 0)) == {"input_ids", "position_ids", "labels", "attention_mask"}
+    with pytest.raises(TurboCompileError, match="token 256, but the model's vocabulary ends at 255"):
+        pad(["a"], tokenizer, 256, 5)
+    with pytest.raises(TurboCompileError, match="no document of two tokens"):
+        pad([""], tokenizer, 257, 5)
+
+
+def test_packed_or_padded_documents_give_the_same_loss(config: Path, tmp_path: Path) -> None:
+    """Four documents of at most eight tokens: two packed rows of twelve, or four padded ones."""
+    texts = ["the end", "abc", "a truth", "xyz"]  # 8 + 4 tokens a row of 12
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpora = [make(texts, byte_tokenizer(), 257, 12) for make in (pack, pad)]
+    assert [tuple(corpus.ids.shape) for corpus in corpora] == [(2, 12), (4, 12)]
+    assert [int((corpus.labels[:, 1:] != -100).sum()) for corpus in corpora] == [7 + 3 + 7 + 3] * 2
+    values = {"data": file, "seq": 12, "lr": 1e-3}
+    packed = train_model(options_for(config, tmp_path, {}, batch=2, **values))
+    for plan in ({}, {"batch": {"micro": 1}}):
+        padded = train_model(options_for(config, tmp_path, plan, batch=4, pack=False, **values))
+        assert padded.first_loss == pytest.approx(packed.first_loss, abs=1e-5)
+        assert padded.last_loss == pytest.approx(packed.last_loss, abs=1e-5)
+    assert packed.last_loss < packed.first_loss
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,11 +227,12 @@ def test_documents_are_packed_and_kept_apart(tmp_path: Path) -> None:
         (("inspect", "CONFIG", "--set", "mesh.fsp=2"), "--set mesh.fsp: mesh has no key 'fsp'; did you mean 'fsdp'?"),
         (("inspect", "CONFIG", "--set", "fsdp"), "--set fsdp: write it as key=value"),
         (("inspect", "CONFIG", "--plan", "missing.yaml"), "cannot read the plan file missing.yaml"),
-        (("inspect", "CONFIG", "--set", "mesh.sp=2", "--set", "mesh.ep=2"), "does not support expert parallelism yet"),
+        (("inspect", "CONFIG", "--set", "fuse=[qk_norm]"), "fuse=['qk_norm']: this version has no fusions yet"),
         (("check", "CONFIG", "--ranks", "2", "--set", "mesh.fsdp=3"), "multiplies to 3, but the world has 2 ranks"),
         (("train", "CONFIG", "--data", "missing.txt"), "cannot read missing.txt: No such file"),
         (("train", "CONFIG", "--batch", "5000"), "fewer than a batch of 5000"),
         (("train", "CONFIG", "--seq", "500000"), "fewer than one row of 500000"),
+        (("train", "CONFIG", "--no-pack", "--batch", "5000"), "makes 1129 rows of 128 tokens"),
         (("train", "CONFIG", "--set", "batch.micro=3", "--batch", "4"), "--batch 4 is not a multiple of micro"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import logging
@@ -75,7 +76,8 @@ def _steps(model: Any, feed: _Feed, options: TrainOptions) -> Iterator[Measured]
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
     for step in range(options.steps):
         began = time.perf_counter()
-        loss = _accumulate(model, feed.micro_batches(step))
+        batch = feed.batch(step)
+        loss = _accumulate(model, feed.micro_batches(batch))
         model.clip_grad_norm_(_CLIP)
         optimizer.step()
         schedule.step()
@@ -83,7 +85,7 @@ def _steps(model: Any, feed: _Feed, options: TrainOptions) -> Iterator[Measured]
         if not math.isfinite(loss):
             raise TurboCompileError(f"the loss is {loss} at step {step + 1}; a smaller --lr may help")
         seconds = time.perf_counter() - began
-        yield Measured(step + 1, loss, options.batch * options.seq / seconds, _peak_bytes(feed.device))
+        yield Measured(step + 1, loss, _tokens(batch) / seconds, _peak_bytes(feed.device))
 
 
 def _accumulate(model: Any, micro_batches: list[dict[str, Any]]) -> float:
@@ -109,7 +111,7 @@ class _Feed:
         self.ranks = mesh.dp * mesh.fsdp
         self.index = rank // mesh.sp
         self.rows = self._micro_rows()
-        self.micro_batches(0)  # what does not fit is said now, not after compilation
+        self.example()  # what does not fit is said now, not after compilation
 
     def _micro_rows(self) -> int:
         batch, micro = self.options.batch, self.options.plan.batch.micro
@@ -118,8 +120,11 @@ class _Feed:
             raise PlanError(f"--batch {batch} is not a multiple of {rows}", key="batch.micro")
         return micro or batch // self.ranks
 
-    def micro_batches(self, step: int) -> list[dict[str, Any]]:
-        whole = self.corpus.batch(step, self.options.batch, self.options.seed)
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """All ranks' rows together."""
+        return self.corpus.batch(step, self.options.batch, self.options.seed)
+
+    def micro_batches(self, whole: dict[str, Tensor]) -> list[dict[str, Any]]:
         mine = {key: value.to(self.device) for key, value in deal(whole, self.index, self.ranks).items()}
         count = self.options.batch // self.ranks // self.rows
         if count == 1:
@@ -129,13 +134,18 @@ class _Feed:
         return [{**dict(zip(mine, part, strict=True)), "num_items_in_batch": tokens} for part in parts]
 
     def example(self) -> dict[str, Any]:
-        return self.micro_batches(0)[0]
+        return self.micro_batches(self.batch(0))[0]
 
 
 def _corpus(options: TrainOptions, tokenizer: Any, vocabulary: int) -> Corpus:
     documents = read_documents(options.data or Path(str(DATA / _TEXT)))
     make = pack if options.pack else pad
     return make(documents, tokenizer, vocabulary, options.seq)
+
+
+def _tokens(batch: dict[str, Tensor]) -> int:
+    """How many tokens a batch has, padding left out."""
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
 
 def _make_directory(path: Path) -> None:
