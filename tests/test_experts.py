@@ -61,7 +61,7 @@ def test_two_ranks_share_the_experts(world: World, family: str) -> None:
     ],
 )
 def test_with_other_axes(four: World, family: str, mesh: dict[str, int]) -> None:
-    four.run(_family, family, {"mesh": mesh})
+    four.run(_family, family, {"mesh": mesh}, timeout=300)
 
 
 def test_inductor(world: World) -> None:

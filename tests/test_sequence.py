@@ -55,12 +55,12 @@ def test_two_chunks(world: World, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
 def test_two_groups_of_two_chunks(four: World, family: str) -> None:
-    four.run(_family, family, {"mesh": {"fsdp": 2, "sp": 2}})
+    four.run(_family, family, {"mesh": {"fsdp": 2, "sp": 2}}, timeout=300)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
 def test_four_chunks(four: World, family: str) -> None:
-    four.run(_family, family, {"mesh": {"sp": 4}})
+    four.run(_family, family, {"mesh": {"sp": 4}}, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_four_chunks(four: World, family: str) -> None:
     ],
 )
 def test_plans(four: World, family: str, plan: dict[str, Any]) -> None:
-    four.run(_family, family, plan)
+    four.run(_family, family, plan, timeout=300)
 
 
 def _family(family: str, plan: dict[str, Any], backend: str = "eager") -> None:
@@ -90,7 +90,7 @@ def _family(family: str, plan: dict[str, Any], backend: str = "eager") -> None:
 
 
 def test_frequencies_that_follow_the_longest_row(four: World) -> None:
-    four.run(_longest)
+    four.run(_longest, timeout=300)
 
 
 def _longest() -> None:
@@ -171,7 +171,7 @@ SHAPES = st.fixed_dictionaries(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_drawn_shapes(four: World, drawn: dict[str, Any]) -> None:
-    four.run(_drawn, drawn)
+    four.run(_drawn, drawn, timeout=300)
 
 
 def _drawn(drawn: dict[str, Any]) -> None:
