@@ -45,3 +45,11 @@ def world() -> Iterator[World]:
     ranks = World(2)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    """Four ranks, for as long as a file needs them."""
+    ranks = World(4)
+    yield ranks
+    ranks.stop()

@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import OPTConfig, OPTForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from tests.families import VOCABULARY, build, ids_of
+from tests.parity import check_step, compiled, padded
 from tests.world import World
 from turbo_compile import PlanError, TurboCompileError, UnsupportedOp, turbo_compile
 from turbo_compile.ranks import first_rank_first
@@ -347,3 +350,80 @@ def test_a_rank_that_fails_stops_the_others_in_time(mortals: World, how: str, wo
     kind, said, seconds = outcomes[other][1]
     assert kind == "RankError" and words in said, (kind, said)
     assert seconds < TIMEOUT_S + 10  # the machine may be busy
+
+
+# --- models that read more than attention does ------------------------------------------------------------------------
+
+
+def test_positions_counted_from_the_padding_token_are_refused() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(UnsupportedOp, match="position_embeddings of RobertaForCausalLM counts positions"):
+        turbo_compile(RobertaForCausalLM(RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, **sizes)))
+
+
+def test_left_padding_of_a_model_whose_positions_read_the_mask_is_refused() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 48, "dropout": 0.0}
+    config = OPTConfig(vocab_size=VOCABULARY, word_embed_proj_dim=32, max_position_embeddings=64, **sizes)
+    reference = OPTForCausalLM(config).train()
+    model = compiled(reference)
+    check_step(reference, model, padded("right", 12))
+    with pytest.raises(UnsupportedOp, match="pad on the right"):
+        model(**padded("left", 12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"input_ids": torch.full((1, 8), VOCABULARY)}, "input_ids hold 101, outside the vocabulary of 101"),
+        ({"input_ids": torch.ones(1, 8)}, "token ids are integers"),
+        ({"labels": torch.ones(1, 8)}, "labels are token ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6, 3, 8])}, "must not decrease"),
+    ],
+)
+def test_numbers_that_are_no_tokens_are_refused(changes: dict[str, Tensor], words: str) -> None:
+    model = compiled(tiny())
+    batch = {"input_ids": torch.arange(3, 11)[None], "labels": torch.arange(3, 11)[None]}
+    with pytest.raises(TurboCompileError, match=words):
+        model(**(batch | changes))
+    short = {key: value.to(torch.int32) for key, value in batch.items()}
+    assert model(**short).loss.item() == model(**batch).loss.item()
+
+
+def test_what_waits_from_no_sync_is_not_lost() -> None:
+    model = compiled(tiny())
+    batch = {"input_ids": torch.arange(3, 11)[None], "labels": torch.arange(3, 11)[None]}
+    with model.no_sync():
+        model(**batch).loss.backward()
+    with pytest.raises(TurboCompileError, match="clip_grad_norm_ while gradients"):
+        model.clip_grad_norm_(1.0)
+    model.lm_head.weight.requires_grad_(False)
+    with pytest.raises(TurboCompileError, match="wait from a no_sync call"):
+        model(**batch).loss.backward()
+    model.lm_head.weight.requires_grad_(True)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    model.clip_grad_norm_(1.0)
+
+
+def test_a_forward_or_a_loss_of_the_models_own_is_refused() -> None:
+    for name in ("forward", "loss_function"):
+        model = tiny()
+        setattr(model, name, lambda *_, **__: None)
+        with pytest.raises(TurboCompileError, match="of its own"):
+            turbo_compile(model, backend="eager")
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_all(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    first, second = world.run(_unwritable, str(file))
+    assert first != "RankError" and second == "RankError"
+
+
+def _unwritable(path: str) -> str:
+    model = compiled(tiny(), {"mesh": {"fsdp": 2}})
+    try:
+        model.save_pretrained(f"{path}/folder")
+    except Exception as error:
+        return type(error).__name__
+    return "written"

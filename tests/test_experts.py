@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,6 @@ from tests.world import World
 from turbo_compile.boundaries.experts import owner_first
 from turbo_compile.errors import PlanError
 from turbo_compile.parameters import full_tensor
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    ranks = World(4)
-    yield ranks
-    ranks.stop()
 
 
 def _family(family: str, plan: dict[str, Any], backend: str = "eager") -> None:
@@ -74,10 +66,10 @@ def test_experts_of_a_rank_follow_each_other() -> None:
     assert numbers.argsort().view(4, 2).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def _skewed() -> None:
+def _skewed(backend: str) -> None:
     """All tokens to one expert of one rank, then of the other: nothing for the rest, and no row uninitialised."""
     reference = build("qwen3_moe", 1)
-    model = compiled(reference, {"mesh": {"fsdp": 2, "ep": 2}})
+    model = compiled(reference, {"mesh": {"fsdp": 2, "ep": 2}}, backend)
     router = reference.model.layers[0].mlp.gate.weight
     for favourites in ((0, 1), (3, 2)):
         with torch.no_grad():
@@ -89,8 +81,50 @@ def _skewed() -> None:
             check_step(reference, model, plain(9))
 
 
-def test_every_token_to_one_rank(world: World) -> None:
-    world.run(_skewed)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_every_token_to_one_rank(world: World, backend: str) -> None:
+    world.run(_skewed, backend, timeout=300)
+
+
+# --- the runtime, with experts and chunks on four ranks --------------------------------------------------------------
+
+
+def test_what_a_training_loop_does(four: World) -> None:
+    four.run(_loop, timeout=300)
+
+
+def _loop() -> None:
+    reference = build("qwen3_moe", 2)
+    model = compiled(reference, {"mesh": {"fsdp": 2, "sp": 2, "ep": 2}})
+    first, second = plain(12), ragged(17)
+
+    def agree() -> None:
+        check_gradients(reference, model)
+        reference.zero_grad()
+        model.zero_grad()
+
+    (run_eager(reference, first).loss + 2 * run_eager(reference, second).loss).backward()
+    losses = [model(**own_rows(batch, 2)).loss for batch in (first, second)]
+    (losses[0] + 2 * losses[1]).backward()
+    agree()
+
+    for batch in (first, second):
+        run_eager(reference, batch).loss.backward()
+    with model.no_sync():
+        model(**own_rows(first, 2)).loss.backward()
+    model(**own_rows(second, 2)).loss.backward()
+    agree()
+
+    for trained in (lambda fqn: "experts" not in fqn, lambda fqn: "layers.1.mlp.experts" in fqn):
+        for each in (reference, model):
+            for fqn, p in each.named_parameters():
+                p.requires_grad_(trained(fqn))
+        run_eager(reference, first).loss.backward()
+        model(**own_rows(first, 2)).loss.backward()
+        agree()
+
+    for fqn, value in reference.state_dict().items():
+        assert torch.equal(full_tensor(model.state_dict()[fqn]), value), fqn
 
 
 # --- cases from public bug reports -----------------------------------------------------------------------------------

@@ -237,6 +237,10 @@ MIXED: dict[str, tuple[Callable[..., Any], str]] = {
     "product over rows": (lambda x: rows(x).t() @ rows(x), "sums over tokens"),
     "attention of torch": (lambda x: F.scaled_dot_product_attention(x, x, x), "tokens x tokens"),
     "positions": (lambda x: torch.arange(x.shape[1]) + x[..., 0], "numbers tokens by their place"),
+    "one word of positions": (
+        lambda x: (torch.arange(x.shape[1]) & 0xFFFFFFFF) + x[..., 0],
+        "numbers tokens by their place",
+    ),
     "row numbers": (lambda x: rows(x)[torch.arange(rows(x).shape[0]), 0], "numbers tokens by their place"),
     "first positions": (
         lambda x, table: table[: x.shape[1]] + x,

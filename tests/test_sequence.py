@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -36,14 +35,6 @@ from turbo_compile.kernels import heads
 from turbo_compile.kernels.heads import Heads
 from turbo_compile.plans.plan import Plan
 from turbo_compile.runtime import runtime_of
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    ranks = World(4)
-    yield ranks
-    ranks.stop()
-
 
 # --- families --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from turbo_compile.capture import Signature, capture
 from turbo_compile.differentiate import differentiate
 from turbo_compile.dtypes import Dtypes, choose_dtypes
 from turbo_compile.errors import PlanError, TurboCompileError
-from turbo_compile.huggingface import block_modules, expert_counts
+from turbo_compile.huggingface import block_modules, expert_counts, mask_reader, refuse_own_positions
 from turbo_compile.ir.dump import Dump, open_dump
 from turbo_compile.ir.mesh import build_axes, ensure_process_group
 from turbo_compile.ir.placement import layouts
@@ -61,7 +61,8 @@ def turbo_compile(
     axes = build_axes(plan.mesh, device)
     blocks = tuple(block_modules(model))
     step_passes(plan, blocks)  # a range that names no block is an error now, not at the first call
-    _check_experts(model, plan)
+    check_experts(model, plan)
+    refuse_own_positions(model)
     dtypes = choose_dtypes(model, plan.dtype)
     shapes = {name: (p.shape, dtypes.master[name]) for name, p in model.named_parameters()}
     placed = layouts(plan, shapes, tuple(expert_counts(model)) if plan.mesh.ep > 1 else ())
@@ -79,6 +80,7 @@ def turbo_compile(
     pending: dict[str, torch.Tensor] = {}
     sharded = shard_parameters(model, axes, placed, dtypes.master)
     runtime = Runtime(model, sharded, build, plan.batch.shapes == "static", _vocabulary(model), dtypes.reduce, pending)
+    runtime.mask_reader = mask_reader(model)
     attach(runtime, dead)
     if example is not None:
         model(**example)
@@ -114,8 +116,12 @@ def _check(model: Any, backend: str) -> None:
         raise TurboCompileError(f"backend={backend!r} is unknown; it can be {' or '.join(BACKENDS)}")
 
 
-def _check_experts(model: PreTrainedModel, plan: Plan) -> None:
-    """Refuse to spread experts that are not there, or not as many as divide."""
+def check_experts(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse to spread experts that are not there, or not as many as divide.
+
+    Raises:
+        PlanError: the message lists the sizes that work.
+    """
     if plan.mesh.ep == 1:
         return
     counts = expert_counts(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ _HARMLESS = (
     "shift_labels",
     "num_items_in_batch",
 )
+# What modeling files import to keep padding out of recurrences and convolutions.
+_MASK_READERS = ("create_recurrent_attention_mask", "apply_mask_to_padding_states")
 _ANY_NUMBER = 4096  # of different blocks under one class: past it, Dynamo would give up the regions
 
 
@@ -68,6 +71,30 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> the name of its owner, the first that has it."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def refuse_own_positions(model: nn.Module) -> None:
+    """Refuse a model that counts positions from its padding token: a compiled model counts them from 0.
+
+    Raises:
+        UnsupportedOp: names the module.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in fqn and module.padding_idx is not None:
+            raise UnsupportedOp(
+                f"{fqn} of {type(model).__name__} counts positions from its padding token, which has no rule"
+            )
+
+
+def mask_reader(model: nn.Module) -> str:
+    """The class of a part that reads the padding mask outside attention, as recurrences and convolutions do; or ""."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters:
+            return type(module).__name__
+        home = sys.modules.get(type(module).__module__)
+        if isinstance(module, PreTrainedModel) and any(hasattr(home, name) for name in _MASK_READERS):
+            return type(module).__name__
+    return ""
 
 
 def expert_counts(model: nn.Module) -> dict[str, int]:

@@ -106,7 +106,7 @@ def _reason(store: dist.Store) -> str | None:
     key = f"{_FAILURE}/reason"
     try:
         store.wait([key], timedelta(seconds=2))
-    except Exception:
+    except dist.DistError:  # nobody left a reason
         return None
     return store.get(key).decode()
 

@@ -20,7 +20,7 @@ from turbo_compile import _torch, exchange, optimizers
 from turbo_compile.batch import Batch, read_batch
 from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.capture import Signature
-from turbo_compile.errors import CaptureError, RankError, TurboCompileError
+from turbo_compile.errors import CaptureError, RankError, TurboCompileError, UnsupportedOp
 from turbo_compile.huggingface import refuse_parts
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.program import source
@@ -45,6 +45,7 @@ class Runtime:
     pending: dict[str, Tensor]
     executables: dict[Signature, Executable] = field(default_factory=dict)
     synchronised: bool = True
+    mask_reader: str = ""  # a part of the model that reads the padding mask outside attention
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     @property
@@ -68,6 +69,7 @@ class Runtime:
         ranks, rank = self.axes.sizes["sp"], self.axes.coordinates["sp"]
         try:
             batch = read_batch(arguments, self.model.config, device, self.vocabulary)
+            self._refuse_left_padding(arguments)
         except Exception as error:
             agree("", (0, 0, 0), error, device)  # tells the other ranks
             raise
@@ -76,6 +78,15 @@ class Runtime:
         tokens, longest, checksums = zip(*told, strict=True)
         _check_same_rows(checksums, ranks)
         return own, sum(tokens), max(longest)
+
+    def _refuse_left_padding(self, arguments: dict[str, Any]) -> None:
+        """A model that reads the padding mask outside attention is given none, which matters before real tokens."""
+        mask = arguments.get("attention_mask")
+        if self.mask_reader and mask is not None and bool((mask[:, 1:].bool() & ~mask[:, :-1].bool()).any()):
+            raise UnsupportedOp(
+                f"{self.mask_reader} reads the padding mask, which a compiled model hands to attention alone; "
+                "pad on the right"
+            )
 
     def _about(self, batch: Batch) -> str:
         """What every rank must be about to do alike; a mask, or rows and lengths of its own, are no matter."""
@@ -183,12 +194,21 @@ class Runtime:
         return torch.stack(norms).pow(p).sum()
 
     def save_pretrained(self, save_directory: Any, **keywords: Any) -> None:
-        """Write a Hugging Face checkpoint, weights in the dtype they came with. All ranks call it; rank 0 writes."""
-        writes = self.axes.rank == 0
+        """Write a Hugging Face checkpoint, weights in the dtype they came with. All ranks call it; rank 0 writes.
+
+        Raises:
+            RankError: on the other ranks, with its reason, if rank 0 could not write.
+        """
+        if keywords.pop("state_dict", None) is not None:
+            raise TurboCompileError("save_pretrained gathers the weights itself; leave state_dict out")
+        writes, error = self.axes.rank == 0, None
         with gathered(self.model, self.sharded, keep=writes):
             if writes:
-                type(self.model).save_pretrained(self.model, save_directory, **keywords)
-        dist.barrier()
+                try:
+                    type(self.model).save_pretrained(self.model, save_directory, **keywords)
+                except Exception as failure:
+                    error = failure
+        agree("save_pretrained", (), error, self.axes.device)  # the others wait for rank 0, and hear of its failure
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise TurboCompileError(

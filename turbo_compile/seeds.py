@@ -13,7 +13,11 @@ from turbo_compile.ir.graphs import argument
 from turbo_compile.kernels import counter_random
 
 _DROPOUT = (torch.nn.functional.dropout, torch.dropout)
-_UNKNOWN = ("rand", "randn", "randint", "bernoulli", "multinomial", "normal", "alpha_dropout", "feature_dropout")
+_UNKNOWN = (
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "multinomial", "normal", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu"),
+    *("bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
+)
 
 
 def draws(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ def document_layout(positions: Tensor, mask: Tensor | None = None, boundaries: T
             given, they alone decide and positions are not read.
     """
     rows, length = positions.shape
-    index = torch.arange(length, device=positions.device)
+    index = torch.arange(length, device=positions.device).expand(rows, length)
     starts = torch.zeros_like(positions, dtype=torch.bool)
     if boundaries is not None:
         starts.view(-1)[boundaries[:-1].long().clamp(max=rows * length - 1)] = True
@@ -32,6 +32,10 @@ def document_layout(positions: Tensor, mask: Tensor | None = None, boundaries: T
         # Left padding: the first real token opens its document, whatever position the padding was given.
         # Right padding stays in the document it follows, so that its queries see what Hugging Face lets them see.
         starts[:, 1:] = (starts[:, 1:] & real[:, 1:] & real[:, :-1]) | (real[:, 1:] & (real.cumsum(1)[:, 1:] == 1))
+        if boundaries is None:  # and padding between two documents does not join them: positions went back over it
+            before = torch.where(real, index, -1).cummax(dim=1).values[:, :-1]  # the last real token to the left
+            went_back = positions[:, 1:] <= positions.gather(1, before.clamp(min=0))
+            starts[:, 1:] |= real[:, 1:] & ~real[:, :-1] & (before >= 0) & went_back
     starts[:, 0] = True
     layout = torch.where(starts, index, 0).cummax(dim=1).values
     if mask is not None:

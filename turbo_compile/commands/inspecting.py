@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from turbo_compile import _torch
-from turbo_compile.api import trace
+from turbo_compile.api import check_experts, trace
 from turbo_compile.capture import Signature
 from turbo_compile.commands.models import build_on_meta, find_model
 from turbo_compile.commands.options import InspectOptions
@@ -49,6 +49,7 @@ def inspect_model(options: InspectOptions) -> Inspection:
     model = build_on_meta(find_model(options.model))
     with _Pretend(plan.mesh.world), tempfile.TemporaryDirectory() as nowhere:
         build_axes(plan.mesh, _CPU)
+        check_experts(model, plan)
         held = _held(model, plan)
         dump = Dump(options.output or Path(nowhere), plan)
         program = trace(model, plan, _signature(model, plan), choose_dtypes(model, plan.dtype), _CPU, dump)

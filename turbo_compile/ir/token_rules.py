@@ -175,13 +175,17 @@ def counts(op: Op) -> str:
 
 
 def _is_counter(node: fx.Node) -> bool:
-    """Whether it is read as `counter_random` reads a counter: as two words of 32 bits."""
-    words = ((aten.bitwise_and.Scalar, 0xFFFFFFFF), (aten.__rshift__.Scalar, 32))
-    for user in node.users:
-        viewed = rule_of(user) is views and _is_counter(user)
-        if not viewed and (user.target, *user.args[1:]) not in words:
-            return False
-    return bool(node.users)
+    """Whether it is read as `counter_random` reads a counter: as two words of 32 bits, and both of them."""
+    words = {(aten.bitwise_and.Scalar, 0xFFFFFFFF), (aten.__rshift__.Scalar, 32)}
+    reads = set()
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if rule_of(user) is views:
+                waiting.append(user)
+            else:
+                reads.add((user.target, *user.args[1:]))
+    return reads == words
 
 
 # --- which op has which ----------------------------------------------------------------------------------------------

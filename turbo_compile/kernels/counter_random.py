@@ -53,4 +53,4 @@ def dropout(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
     """
     index = torch.arange(x.numel(), device=x.device).view(x.shape)
     keep = uniform(fork(seed, site), index) >= p
-    return torch.where(keep, x * (1.0 / (1.0 - p)), 0.0)
+    return torch.where(keep, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0)
