@@ -411,8 +411,6 @@ def test_a_suggested_mesh_spans_the_world(mesh: Mesh, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("values", "fragments"),
     [
-        ({"mesh": {"sp": 2}}, ["mesh.sp=2", "does not support sequence parallelism yet"]),
-        ({"mesh": {"fsdp": 2, "ep": 2}}, ["mesh.ep=2", "does not support expert parallelism yet"]),
         ({"fuse": ["attention"]}, ["fuse=['attention']", "no fusions yet"]),
         ({"experts": {"capacity": "bounded"}}, ["experts.capacity"]),
         ({"parameters": {"a": {"placement": "Shard(1)"}}}, ["parameters.a.placement=Shard(1)"]),
@@ -423,7 +421,9 @@ def test_what_this_version_cannot_do_yet(values: Mapping[str, Any], fragments: l
 
 
 def test_what_this_version_can_do() -> None:
-    check_supported(Plan(mesh={"dp": 2, "fsdp": 2}, fuse=[], parameters={"a": {"placement": "Replicate"}}))
+    check_supported(
+        Plan(mesh={"dp": 2, "fsdp": 2, "sp": 2, "ep": 2}, fuse=[], parameters={"a": {"placement": "Replicate"}})
+    )
 
 
 def test_placements() -> None:

@@ -156,8 +156,12 @@ def compile_graph(
 
 @contextlib.contextmanager
 def inductor_options() -> Iterator[None]:
-    """Inductor settings for segments: no run-time checks of sizes that the program already fixes."""
-    with torch._inductor.config.patch(size_asserts=False, nan_asserts=False, graph_partition=False):
+    """Inductor settings for segments: no checks, at run time or by its cache, of sizes that the program already fixes.
+
+    (The cache would check an input such as B * S by the name B had where the model was called, and fail.)
+    """
+    options = dict(size_asserts=False, nan_asserts=False, graph_partition=False)
+    with torch._inductor.config.patch(**options, unsafe_skip_cache_dynamic_shape_guards=True):
         yield
 
 
