@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -435,7 +437,7 @@ def items_in_batch() -> None:
     expected = run_eager(reference, ragged()).loss.item() * int((ragged()["labels"][:, 1:] != -100).sum()) / 100
     for count in (100, 100.0, torch.tensor(100), torch.tensor([100])):
         assert backward(model, ragged(), num_items_in_batch=count) == pytest.approx(expected, abs=1e-5)
-    assert len([s for s in runtime_of(model).executables if s.loss and s.training]) <= 4, "no number is compiled in"
+    assert len([s for s, _ in runtime_of(model).executables if s.loss and s.training]) <= 4, "no number is compiled in"
 
 
 def no_valid_token() -> None:
@@ -609,7 +611,57 @@ def autocast_changes_nothing() -> None:
     check_gradients(reference, model)
 
 
+# --- a model that changes after it was compiled -----------------------------------------------------------------------
+
+
+def changes_that_would_be_lost_are_refused() -> None:
+    _, model = fresh()
+    batch = own_rows(plain())
+    model(**batch).loss.backward()
+    mlp = model.model.layers[0].mlp
+    kept = mlp.down_proj
+    mlp.down_proj = torch.nn.Linear(kept.in_features, kept.out_features, bias=False)
+    with pytest.raises(TurboCompileError, match="layers.0.mlp.down_proj was replaced"):
+        model(**batch)
+    mlp.down_proj = kept
+    handle = mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(TurboCompileError, match="a hook was registered on model.layers.0.mlp"):
+        model(**batch)
+    handle.remove()
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TurboCompileError, match="cannot be copied or pickled"):
+            refused(model)
+    with pytest.raises(TurboCompileError, match="resize them before"):
+        model.resize_token_embeddings(7)
+    model(**batch).loss.backward()
+
+
+def a_step_between_forward_and_backward_is_an_error() -> None:
+    _, model = fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = (model(**own_rows(plain())).loss for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(TurboCompileError, match="weights changed between"):
+        second.backward()
+
+
+def forward_names_its_arguments() -> None:
+    _, model = fresh()
+    assert {"input_ids", "labels"} <= set(inspect.signature(model.forward).parameters)
+
+
 # --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def dropout_of_one_module_may_change() -> None:
+    model = compiled(build("gpt2", resid_pdrop=0.3, embd_pdrop=0.0, attn_pdrop=0.0))
+    batch = {"input_ids": ids_of(2, 12), "labels": ids_of(2, 12)}
+    assert model(**batch).loss.item() != model(**batch).loss.item()
+    for block in model.transformer.h:
+        block.attn.resid_dropout.p = 0.0
+        block.mlp.dropout.eval()
+    assert model(**batch).loss.item() == model(**batch).loss.item()
 
 
 def dropout() -> list[Tensor]:
@@ -672,6 +724,10 @@ CHECKS = [
     early_optimizer,
     checkpointing_asked_before_means_full_recompute,
     autocast_changes_nothing,
+    changes_that_would_be_lost_are_refused,
+    a_step_between_forward_and_backward_is_an_error,
+    forward_names_its_arguments,
+    dropout_of_one_module_may_change,
     dropout,
 ]
 

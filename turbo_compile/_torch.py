@@ -160,8 +160,8 @@ def inductor_options() -> Iterator[None]:
 
     (The cache would check an input such as B * S by the name B had where the model was called, and fail.)
     """
-    options = dict(size_asserts=False, nan_asserts=False, graph_partition=False)
-    with torch._inductor.config.patch(**options, unsafe_skip_cache_dynamic_shape_guards=True):
+    unchecked = {"size_asserts": False, "nan_asserts": False, "unsafe_skip_cache_dynamic_shape_guards": True}
+    with torch._inductor.config.patch({**unchecked, "graph_partition": False}):
         yield
 
 

@@ -26,6 +26,7 @@ from turbo_compile.plans.plan import Plan, PlanLike, check_supported, environmen
 from turbo_compile.plans.values import divisors, listed
 from turbo_compile.ranks import first_rank_first
 from turbo_compile.runtime import Runtime, attach, is_compiled
+from turbo_compile.structure import Structure
 
 
 def turbo_compile(
@@ -79,7 +80,8 @@ def turbo_compile(
     dead = list(model.parameters())
     pending: dict[str, torch.Tensor] = {}
     sharded = shard_parameters(model, axes, placed, dtypes.master)
-    runtime = Runtime(model, sharded, build, plan.batch.shapes == "static", _vocabulary(model), dtypes.reduce, pending)
+    static, vocabulary = plan.batch.shapes == "static", _vocabulary(model)
+    runtime = Runtime(model, Structure.of(model), sharded, build, static, vocabulary, dtypes.reduce, pending)
     runtime.mask_reader = mask_reader(model)
     attach(runtime, dead)
     if example is not None:
@@ -106,6 +108,11 @@ def _check(model: Any, backend: str) -> None:
         raise TurboCompileError(f"turbo_compile takes a transformers PreTrainedModel, not {type(model).__name__}")
     if is_compiled(model):
         raise TurboCompileError("the model is already compiled; make a new one to compile it under another plan")
+    if model.get_output_embeddings() is None:
+        raise TurboCompileError(
+            f"turbo_compile trains language models, and {type(model).__name__} has no language-model head; "
+            "load the checkpoint with AutoModelForCausalLM"
+        )
     for name in ("forward", "_loss_function"):
         if name in model.__dict__:
             raise TurboCompileError(
@@ -165,4 +172,4 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 def _vocabulary(model: PreTrainedModel) -> int:
     head: Any = model.get_output_embeddings()
-    return int(head.weight.shape[0]) if head is not None else int(model.config.get_text_config().vocab_size)
+    return int(head.weight.shape[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,9 +103,15 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
         has_loss=targets is not None,
         return_logits=bool(given.get("return_logits", False)),
         return_dict=bool(given.get("return_dict", getattr(config, "return_dict", True))),
-        router=bool(given.get("output_router_logits", getattr(config, "output_router_logits", False))),
+        router=_wants_router_loss(given, config),
         keys=tuple(sorted(given)),
     )
+
+
+def _wants_router_loss(given: Mapping[str, Any], config: Any) -> bool:
+    """What the call says, over the configuration; a model without such a loss ignores it, as eager does."""
+    own = getattr(config, "output_router_logits", None)
+    return own is not None and bool(given.get("output_router_logits", own))
 
 
 def _count(fields: dict[str, Tensor]) -> int:

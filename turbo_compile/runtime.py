@@ -28,22 +28,27 @@ from turbo_compile.kernels import counter_random
 from turbo_compile.lower import Executable
 from turbo_compile.parameters import Sharded, accept_full_tensors, gathered
 from turbo_compile.ranks import agree, failing_together
+from turbo_compile.structure import Structure, refuse_copies, refuse_new_embeddings
 
 Build = Callable[[Signature], Executable]
 
 
 @dataclass(slots=True)
 class Runtime:
-    """One compiled model at work. `build` makes the executable of a signature; each is made once."""
+    """One compiled model at work. `build` makes the executable of a signature; each is made once.
+
+    (Once for each mode of the modules, to be exact: some may be in eval() while the model trains.)
+    """
 
     model: PreTrainedModel
+    structure: Structure
     sharded: Sharded
     build: Build
     static: bool
     vocabulary: int
     reduce_dtype: torch.dtype
     pending: dict[str, Tensor]
-    executables: dict[Signature, Executable] = field(default_factory=dict)
+    executables: dict[tuple[Signature, Any], Executable] = field(default_factory=dict)
     synchronised: bool = True
     mask_reader: str = ""  # a part of the model that reads the padding mask outside attention
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -68,6 +73,7 @@ class Runtime:
         device = self.axes.device
         ranks, rank = self.axes.sizes["sp"], self.axes.coordinates["sp"]
         try:
+            self.structure.check()
             batch = read_batch(arguments, self.model.config, device, self.vocabulary)
             self._refuse_left_padding(arguments)
         except Exception as error:
@@ -116,10 +122,12 @@ class Runtime:
         )
 
     def _executable(self, signature: Signature, batch: Batch) -> Executable:
-        if signature not in self.executables:
+        key = signature, self.structure.mode()
+        if key not in self.executables:
             with failing_together("compilation"), torch.autocast(self.axes.device.type, enabled=False):
-                self.executables[signature] = self.build(signature)
-        executable = self.executables[signature]
+                self.executables[key] = self.build(signature)
+            self.structure.hooked()
+        executable = self.executables[key]
         _check_guards(executable, batch)
         return executable
 
@@ -291,6 +299,7 @@ class _State:
         self.bundles: dict[str, Any] = {}
         self.kept: list[Any] = []
         self.spent = False
+        self.versions = 0
 
     def forward(self) -> tuple[Tensor, ...]:
         arguments = [self._placeholder(node) for node in self.executable.inputs]
@@ -299,7 +308,12 @@ class _State:
         self.fields = {}
         self.bundles = dict(zip(self.executable.bundle_names, bundles, strict=True))
         self.kept = list(kept)
+        self.versions = self._versions()
         return tuple(results)
+
+    def _versions(self) -> int:
+        """A number that grows whenever a weight is written to."""
+        return sum(parameter._version for parameter in self.runtime.sharded.parameters.values())
 
     def _as_planned(self) -> contextlib.AbstractContextManager[Any]:
         """Without a caller's autocast: the plan says what is computed in which dtype."""
@@ -330,6 +344,11 @@ class _State:
         """This rank's part of every gradient, by FQN; nothing when the reduction is deferred."""
         if self.spent:
             raise TurboCompileError("backward a second time: a compiled step frees what it saved; call the model again")
+        if self._versions() != self.versions:
+            raise TurboCompileError(
+                "the weights changed between a forward and its backward, whose gradients would be of neither; "
+                "call optimizer.step() after the backward of every call"
+            )
         self.spent = True
         kept = iter(self.kept)
         self.kept = []
@@ -432,6 +451,7 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
     def forward(*positional: Any, **keywords: Any) -> Any:
         return runtime(**dict(zip(names, positional, strict=False)), **keywords)
 
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # trainers read its names
     model.forward = forward
     model.no_sync = runtime.no_sync
     model.clip_grad_norm_ = runtime.clip_grad_norm_
@@ -439,6 +459,8 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
     model.generate = runtime.generate
     model.gather_sequence = runtime.gather_sequence
     model.gradient_checkpointing_enable = runtime.gradient_checkpointing_enable
+    model.resize_token_embeddings = refuse_new_embeddings
+    model.__reduce_ex__ = refuse_copies
     model._apply = runtime.stay
     zero_grad = model.zero_grad
 
@@ -450,6 +472,7 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
     model.__dict__["_turbo_compile_runtime"] = runtime
     accept_full_tensors(model, runtime.sharded)
     _guard_submodules(model)
+    runtime.structure.hooked()
     live = list(runtime.sharded.parameters.values())
     optimizers.watch(dead, live, lambda: bool(runtime.pending), lambda: runtime.drop_pending())
 
