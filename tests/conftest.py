@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import settings
 
 from tests.world import World
+
+# Captures make millions of small objects that live on: looking for garbage among them costs an eighth of the suite.
+gc.set_threshold(50_000, 20, 20)
 
 # Otherwise as Hypothesis found it (its own profile under CI): a busy machine is no reason to fail.
 settings.register_profile("no_deadline", parent=settings(), deadline=None)

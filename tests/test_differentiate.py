@@ -400,7 +400,7 @@ def check(recipe: Recipe, backend: str) -> None:
         assert all(torch.equal(given[name], batch[name]) for name in batch), "a batch field was written to"
 
 
-@settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(RECIPES)
 def test_random_programs_have_autograds_gradients(recipe: Recipe) -> None:
     check(recipe, "eager")
@@ -450,14 +450,16 @@ def test_mixed_partitions_have_autograds_gradients(modes: tuple[str, ...]) -> No
     check(chosen(*modes, sharded=modes[0] == "full"), "eager")
 
 
-@pytest.mark.parametrize("modes", [("selective", "full"), ("none", "none")], ids="-".join)
-def test_compiled_partitions_have_autograds_gradients(modes: tuple[str, ...]) -> None:
+def test_compiled_partitions_have_autograds_gradients() -> None:
     steps = (Step("linear", 0, 0), Step("dropout", 1, 0), Step("weights", 2, 0), Step("add", 3, 0))
     body = Body(1, 1, steps, outputs=(0, 3), count=True, absent=True)  # its last value and a copy of its input
     first, last = (
-        Use(0, (1 - turn, 0), 0, counts_as_ids=True, mode=mode, reshard=True) for turn, mode in enumerate(modes)
+        Use(0, (1 - turn, 0), 0, counts_as_ids=True, mode=mode, reshard=True)
+        for turn, mode in enumerate(("selective", "full"))
     )
-    check(Recipe((body,), (first, last), (0, 1), 0, False, frozenset(), sharded=True), "inductor")
+    recipe = Recipe((body,), (first, last), (0, 1), 0, False, frozenset(), sharded=True)
+    check(recipe, "inductor")
+    check(recipe, "inductor")  # from Inductor's cache
 
 
 # --- dropout: the gradient must belong to the loss --------------------------------------------------------------------

@@ -48,8 +48,6 @@ def test_two_ranks_share_the_experts(world: World, family: str) -> None:
     [
         ("qwen3_moe", {"fsdp": 4, "ep": 2}),
         ("gpt_oss", {"fsdp": 2, "sp": 2, "ep": 2}),
-        ("deepseek_v3", {"sp": 4, "ep": 4}),
-        ("mixtral", {"dp": 2, "fsdp": 2, "ep": 2}),
     ],
 )
 def test_with_other_axes(four: World, family: str, mesh: dict[str, int]) -> None:
@@ -57,7 +55,8 @@ def test_with_other_axes(four: World, family: str, mesh: dict[str, int]) -> None
 
 
 def test_inductor(world: World) -> None:
-    world.run(_family, "qwen3_moe", {"mesh": {"fsdp": 2, "ep": 2}, "recompute": "selective"}, "inductor", timeout=300)
+    """With chunks and experts on the same ranks, so blocks are cut at both."""
+    world.run(_family, "qwen3_moe", {"mesh": {"sp": 2, "ep": 2}, "recompute": "selective"}, "inductor", timeout=300)
 
 
 def test_experts_of_a_rank_follow_each_other() -> None:
@@ -66,10 +65,10 @@ def test_experts_of_a_rank_follow_each_other() -> None:
     assert numbers.argsort().view(4, 2).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def _skewed(backend: str) -> None:
+def _skewed() -> None:
     """All tokens to one expert of one rank, then of the other: nothing for the rest, and no row uninitialised."""
     reference = build("qwen3_moe", 1)
-    model = compiled(reference, {"mesh": {"fsdp": 2, "ep": 2}}, backend)
+    model = compiled(reference, {"mesh": {"fsdp": 2, "ep": 2}})
     router = reference.model.layers[0].mlp.gate.weight
     for favourites in ((0, 1), (3, 2)):
         with torch.no_grad():
@@ -81,9 +80,8 @@ def _skewed(backend: str) -> None:
             check_step(reference, model, plain(9))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_every_token_to_one_rank(world: World, backend: str) -> None:
-    world.run(_skewed, backend, timeout=300)
+def test_every_token_to_one_rank(world: World) -> None:
+    world.run(_skewed)
 
 
 # --- the runtime, with experts and chunks on four ranks --------------------------------------------------------------

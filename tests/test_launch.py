@@ -77,7 +77,7 @@ def test_ranks_end_with_the_command(tmp_path: Path, sent: signal.Signals, code: 
     try:
         _wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), 90)
         parent.send_signal(sent)
-        assert parent.wait(30) == code
+        assert parent.wait(90) == code
         _wait_until(lambda: not _group_lives(parent.pid), 30)
     finally:
         if _group_lives(parent.pid):

@@ -1,4 +1,7 @@
-"""Sequence parallelism: each rank a chunk of every row, numbers equal to those of eager on whole rows."""
+"""Sequence parallelism: each rank a chunk of every row, numbers equal to those of eager on whole rows.
+
+Every family under every mesh is `python bench/families.py --meshes 1x2,2x2,1x4`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.families import FAMILIES, WINDOW, build, ids_of
+from tests.families import WINDOW, build, ids_of
 from tests.parity import (
     check_documents,
     check_step,
@@ -39,39 +42,29 @@ from turbo_compile.runtime import runtime_of
 # --- families --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "phi3", "olmo2", "gemma3", "qwen3_moe", "deepseek_v3"])
 def test_two_chunks(world: World, family: str) -> None:
     world.run(_family, family, {"mesh": {"sp": 2}})
-
-
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
-def test_two_groups_of_two_chunks(four: World, family: str) -> None:
-    four.run(_family, family, {"mesh": {"fsdp": 2, "sp": 2}}, timeout=300)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
-def test_four_chunks(four: World, family: str) -> None:
-    four.run(_family, family, {"mesh": {"sp": 4}}, timeout=300)
 
 
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
+        ("gemma3", {"mesh": {"fsdp": 2, "sp": 2}, "recompute": "selective", "schedule": {"reshard": False}}),
         ("llama", {"mesh": {"dp": 2, "sp": 2}, "recompute": "full"}),
-        ("qwen3_moe", {"mesh": {"fsdp": 2, "sp": 2}, "recompute": "selective", "schedule": {"reshard": False}}),
-        ("olmo2", {"mesh": {"sp": 4}, "replicate_below": 1000, "batch": {"shapes": "static"}}),
+        ("gpt_oss", {"mesh": {"sp": 4}, "replicate_below": 1000, "batch": {"shapes": "static"}}),
     ],
 )
 def test_plans(four: World, family: str, plan: dict[str, Any]) -> None:
     four.run(_family, family, plan, timeout=300)
 
 
-def _family(family: str, plan: dict[str, Any], backend: str = "eager") -> None:
+def _family(family: str, plan: dict[str, Any]) -> None:
     """One model, many layouts: nothing of a call stays in the next, and no length compiles anew."""
     mixture = family in ("qwen3_moe", "mixtral", "gpt_oss")
     router = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if mixture else {}
     reference = build(family, **router)
-    model = compiled(reference, plan, backend)
+    model = compiled(reference, plan)
     for batch in (plain(16), ragged(19), padded("left", 15), padded("right", 18)):
         check_step(reference, model, batch)
     if not mixture:  # whose statistics mix documents
@@ -96,10 +89,6 @@ def _longest() -> None:
         model = compiled(reference, {"mesh": {"fsdp": 2, "sp": 2}})
         for batch in (plain(12), plain(24), plain(10)):
             check_step(reference, model, batch)
-
-
-def test_inductor(world: World) -> None:
-    world.run(_family, "gpt_oss", {"mesh": {"sp": 2}, "recompute": "selective"}, "inductor", timeout=300)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -157,7 +146,7 @@ SHAPES = st.fixed_dictionaries(
 
 @given(SHAPES)
 @settings(
-    max_examples=5,
+    max_examples=3,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -123,6 +124,7 @@ def main(address: str, port: int, rank: int, size: int) -> None:
     """One rank: join the group, then serve calls until the parent hangs up."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)
     with Client(address) as parent:
         parent.send(rank)
         parent.recv()
