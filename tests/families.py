@@ -1,4 +1,4 @@
-"""Twelve model families, each as small as its architecture allows: what the engine's tests train."""
+"""Model families, each as small as its architecture allows: what the engine's tests train."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,6 +30,8 @@ from transformers import (
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -34,6 +42,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCABULARY = 101  # odd: its rows divide over no mesh
@@ -91,6 +101,37 @@ def _gpt_oss(layers: int, **more: Any) -> GptOssConfig:
     return GptOssConfig(**(_BASE | _EXPERTS | sizes | _alternating(layers) | {"rope_parameters": rope} | more))
 
 
+def _glm4_moe(layers: int, **more: Any) -> Glm4MoeConfig:
+    sparse = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "head_dim": 8}
+    rest = {"num_hidden_layers": layers, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}
+    return Glm4MoeConfig(**(_BASE | _EXPERTS | sparse | rest | more))
+
+
+def _olmoe(layers: int, **more: Any) -> OlmoeConfig:
+    return OlmoeConfig(**(_BASE | _EXPERTS | {"num_hidden_layers": layers, "num_experts": 4} | more))
+
+
+def _qwen3_next(layers: int, **more: Any) -> Qwen3NextConfig:
+    sparse = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "head_dim": 8}
+    kinds = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    return Qwen3NextConfig(**(_BASE | _EXPERTS | sparse | kinds | linear | heads | more))
+
+
+def _bailing(layers: int, **more: Any) -> BailingHybridConfig:
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sparse = {"num_local_experts": 4, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "head_dim": 8}
+    kinds = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "first_k_dense_replace": 1}
+    return BailingHybridConfig(**(_BASE | _EXPERTS | latent | sparse | {"num_key_value_heads": 4} | kinds | more))
+
+
+def _llama4(layers: int, **more: Any) -> Llama4TextConfig:
+    sparse = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "head_dim": 8}
+    kinds = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    return Llama4TextConfig(**(_BASE | sparse | kinds | more))
+
+
 def _dense(kind: Callable[..., PreTrainedConfig], **own: Any) -> Callable[..., PreTrainedConfig]:
     return lambda layers, **more: kind(**(_BASE | {"num_hidden_layers": layers} | own | more))
 
@@ -115,6 +156,13 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[..., PreTrainedConfig
     "gpt_oss": (GptOssForCausalLM, _gpt_oss),
 }
 FAMILIES = tuple(_FAMILIES)
+_FAMILIES |= {  # mixtures that only the tests of experts train; the hybrids with full attention alone
+    "glm4_moe": (Glm4MoeForCausalLM, _glm4_moe),
+    "olmoe": (OlmoeForCausalLM, _olmoe),
+    "qwen3_next": (Qwen3NextForCausalLM, _qwen3_next),
+    "bailing_hybrid": (BailingHybridForCausalLM, _bailing),
+    "llama4": (Llama4ForCausalLM, _llama4),
+}
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 
 

@@ -14,6 +14,13 @@ from turbo_compile.errors import InvalidProgram
 from turbo_compile.ir.graphs import argument, placeholders, results_of
 from turbo_compile.ir.joint import Joint, trace_joint
 from turbo_compile.ir.program import Program, Segment, Source, StepProgram, source, split_groups
+from turbo_compile.ir.segments import writes
+
+# What gives, or may give, another name to the memory of its first argument.
+_VIEWS = frozenset(
+    "getattr getitem view view_as reshape flatten unflatten transpose permute t swapaxes movedim squeeze unsqueeze "
+    "expand expand_as narrow select chunk split tensor_split unbind contiguous to float type_as diagonal".split()
+)
 
 
 def differentiate(program: Program, differentiable: tuple[str, ...]) -> StepProgram:
@@ -281,16 +288,28 @@ def _add_groups(graph: fx.Graph, before: fx.Node, part: fx.Node) -> fx.Node:
 
 
 def _dependencies(segment: Segment) -> list[set[int]]:
-    """For each output, the placeholders that a gradient could reach from it."""
+    """For each output, the placeholders that a gradient could reach from it: also through a write to a value."""
     reached: dict[fx.Node, set[int]] = {}
+    base: dict[fx.Node, fx.Node] = {}  # whose memory a value may be
     graph = segment.module.graph
     for index, node in enumerate(placeholders(graph)):
         reached[node] = {index} if _floating(node) else set()
     for node in graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            sets = [reached[n] for n in node.all_input_nodes]
-            reached[node] = set().union(*sets) if _floating(node) else set()
+        base[node] = node
+        if node.op in ("placeholder", "output"):
+            continue
+        sets = [reached[n] for n in node.all_input_nodes]
+        reached[node] = set().union(*sets) if _floating(node) else set()
+        if node.all_input_nodes and (writes(node) or _may_be_view(node)):
+            base[node] = base[node.all_input_nodes[0]]
+        if writes(node):
+            for other in [other for other in reached if base[other] is base[node]]:
+                reached[other] = reached[other] | reached[node]
     return [reached[n] if isinstance(n, fx.Node) and _floating(n) else set() for n in results_of(graph)]
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", str(node.target)) in _VIEWS
 
 
 def _floating(node: fx.Node) -> bool:
