@@ -5,11 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_HALF_ROOT = tl.constexpr(0.7071067811865476)  # sqrt(1/2)
-_DENSITY = tl.constexpr(0.3989422804014327)  # sqrt(1 / (2 pi))
-_TANH = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
-_CUBE = tl.constexpr(0.044715)
-
 
 @triton.jit
 def _activate(x, alpha, ACTIVATION: tl.constexpr):
@@ -19,13 +14,14 @@ def _activate(x, alpha, ACTIVATION: tl.constexpr):
         value = x * s
         slope = s + alpha * value * (1.0 - s)
     elif ACTIVATION == "gelu":
-        half = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT))
+        half = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # sqrt(1/2)
         value = x * half
-        slope = half + x * _DENSITY * tl.exp(-0.5 * x * x)
+        slope = half + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # sqrt(1 / (2 pi))
     elif ACTIVATION == "gelu_tanh":
-        bend = 2.0 * tl.sigmoid(2.0 * _TANH * (x + _CUBE * x * x * x)) - 1.0
+        inner = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)  # sqrt(2 / pi)
+        bend = 2.0 * tl.sigmoid(2.0 * inner) - 1.0  # tanh
         value = 0.5 * x * (1.0 + bend)
-        slope = 0.5 * (1.0 + bend) + 0.5 * x * (1.0 - bend * bend) * _TANH * (1.0 + 3.0 * _CUBE * x * x)
+        slope = 0.5 * (1.0 + bend) + 0.3989422804014327 * x * (1.0 - bend * bend) * (1.0 + 0.134145 * x * x)
     elif ACTIVATION == "relu":
         value = tl.maximum(x, 0.0)
         slope = tl.where(x > 0.0, 1.0, 0.0)

@@ -54,7 +54,7 @@ def grouped_mm_kernel(
             column = across * COLUMNS + tl.arange(0, COLUMNS)
             step = tl.arange(0, INNER)
             left = x + place[:, None] * x_stride + step[None, :]
-            right = w + group.to(tl.int64) * w_group + step[:, None] * w_inner + column.to(tl.int64)[None, :] * w_outer
+            right = w + step[:, None] * w_inner + column.to(tl.int64)[None, :] * w_outer
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for start in range(0, inner, INNER):
                 depth = step < inner - start
@@ -64,13 +64,16 @@ def grouped_mm_kernel(
                 left += INNER
                 right += INNER * w_inner
             if BIASED:
-                added = tl.load(bias + group.to(tl.int64) * outer + column, mask=column < outer, other=0.0)
+                added = tl.load(bias + column, mask=column < outer, other=0.0)
                 total += added.to(tl.float32)[None, :]
             mask = inside[:, None] & (column < outer)[None, :]
             tl.store(out + row[:, None] * outer + column[None, :], total.to(out.dtype.element_ty), mask=mask)
             tile += PROGRAMS
         done += tiles
         begin = end
+        w += w_group
+        if BIASED:
+            bias += outer
 
 
 @triton.jit

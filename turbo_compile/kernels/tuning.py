@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels by device: data, so that nothing is tuned while training runs.
 
-`default` serves any device without a row of its own. A row is found once with `bench/gpu.py --tune` and pasted here.
-The rows below were chosen by what fits: no spilled registers and shared memory within the device's limit, both read
-from compiled code (tests/test_triton_compile.py); none has been timed yet.
+`default` serves any device without a row of its own. The rows were chosen by what fits: no spilled registers, and
+shared memory within the device's limit, both read from compiled code (tests/test_triton_compile.py). None has been
+timed yet.
 """
 
 from __future__ import annotations
@@ -57,4 +57,13 @@ _AMD = Tuning(
     single_outer=MatmulTile(64, 64, 32, 4, 2),
     grouped_mm="triton",
 )
-TUNING = {"default": _NVIDIA, "sm_90": _NVIDIA, "sm_100": _NVIDIA, "gfx942": _AMD, "gfx950": _AMD}
+_SMALL = MatmulTile(16, 16, 16, 4, 2)
+_INTERPRETED = Tuning(_SMALL, _SMALL, _SMALL, _SMALL, *[PassTile(4, 16, 4)] * 3, grouped_mm="triton")
+TUNING = {
+    "default": _NVIDIA,
+    "sm_90": _NVIDIA,
+    "sm_100": _NVIDIA,
+    "gfx942": _AMD,
+    "gfx950": _AMD,
+    "interpreted": _INTERPRETED,  # small, so that small shapes have several tiles
+}
