@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.ir.runner import Pass
 from turbo_compile.passes.experts import ExpertParallel
+from turbo_compile.passes.grouped_experts import FuseGroupedExperts
 from turbo_compile.passes.prefetch import Prefetch
 from turbo_compile.passes.recompute import Recompute
 from turbo_compile.passes.sequence import SequenceParallel
@@ -21,6 +22,8 @@ def forward_passes(plan: Plan) -> tuple[Pass, ...]:
     passes: list[Pass] = []
     if plan.mesh.ep > 1:
         passes.append(ExpertParallel(plan.mesh.ep, plan.mesh.edp))  # first: it parts a block's experts from the rest
+    if plan.fuse == "auto" or "grouped_experts" in plan.fuse:
+        passes.append(FuseGroupedExperts(plan.fuse != "auto"))  # after: what travels is then no longer fused with
     if plan.mesh.sp > 1:
         passes.append(SequenceParallel(plan.mesh.sp, MODEL_ENTRY))
     passes.append(SumOverRanks())  # losses and counts are of the global batch: differentiated with their sum in place

@@ -123,7 +123,11 @@ def source_fqn(node: fx.Node) -> str | None:
 def export_joint(
     stack: contextlib.ExitStack, module: fx.GraphModule, inputs: tuple[Any, ...], mode: FakeTensorMode
 ) -> tuple[fx.GraphModule, Any]:
-    """The joint forward and backward graph of `module` on fake `inputs`, and AOTAutograd's facts about it."""
+    """The joint forward and backward graph of `module` on fake `inputs`, and AOTAutograd's facts about it.
+
+    An op with Triton kernels stays one node, on every device: its placement, cost and backward are known by its name.
+    """
+    stack.enter_context(torch._functorch.config.patch(decompose_custom_triton_ops=False))
     stack.enter_context(tracing(TracingContext(mode)))
     joint = aot_export_joint_with_descriptors(stack, module, inputs, decompositions=select_decomp_table())
     return joint.graph_module, joint._aot_state.fw_metadata

@@ -19,6 +19,7 @@ from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import Layout
 from turbo_compile.ir.program import Parameter
 from turbo_compile.kernels import heads
+from turbo_compile.kernels.rows import put, take
 
 LEAST_ROWS = 2  # a compiled segment takes a size for at least this
 _c10d = torch.ops._c10d_functional
@@ -236,8 +237,7 @@ class Rows(_Exchange):
         rows, route = values
         sent, received = route.sent, route.received
         if self.direction == "tokens":
-            arrived = rows.new_empty(route.order.shape[0], rows.shape[1])
-            rows = arrived.index_copy_(0, route.order, rows[: route.order.shape[0]])
+            rows = put(rows, route.order)
             sent, received = received, sent
         return _c10d.all_to_all_single(rows.contiguous(), received, sent, self.group_name), route
 
@@ -247,8 +247,7 @@ class RowsDone(_Exchange):
         rows, route = _c10d.wait_tensor(started[0]), started[1]
         if self.direction == "tokens":
             return rows
-        rows = rows.index_select(0, route.order)
-        return _padded(rows, rows.shape[0] + route.spare) if route.spare else rows
+        return take(rows, route.order, route.spare)
 
 
 STARTS: dict[Any, type[_Exchange]] = {

@@ -12,7 +12,6 @@ fp32, as transformers sums them, except that low-precision products are not roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from turbo_compile.errors import UnsupportedOp
 from turbo_compile.ir.locality import Placement, declare
 from turbo_compile.kernels.grouped_mm import grouped_mm
+from turbo_compile.kernels.rows import collect, sort_by_expert, spread, uncollect
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # inputs may have any strides; outputs are contiguous
 
@@ -50,9 +50,6 @@ PLACEMENTS = {
     grouped_mm: Placement(("tokens", "replicate", "tokens", "replicate"), ("tokens",)),
 }
 declare(PLACEMENTS)
-
-CPU_CHUNK_BYTES_PER_THREAD = 1 << 19  # what a step of a sum holds: measured, 3 to 5 times faster than all at once
-CUDA_CHUNK_BYTES = 64 << 20  # not yet measured
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -120,10 +117,8 @@ def combine_backward_flops(tokens: Any, top_k: Any, hidden: Any) -> Any:
 
 @torch.library.impl("turbo_compile::dispatch", ("cpu", "cuda"))
 def _dispatch(hidden: Tensor, index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    experts, order = torch.sort(index.flatten(), stable=True)
-    ends = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
-    offsets = torch.searchsorted(experts, ends, right=True, out_int32=True)  # a histogram would be a host read on a GPU
-    return hidden.index_select(0, order // index.shape[1]), order, offsets
+    order, offsets = sort_by_expert(index, num_experts)
+    return spread(hidden, order, index.shape[1]), order, offsets
 
 
 @torch.library.register_fake("turbo_compile::dispatch")
@@ -138,12 +133,7 @@ def _dispatch_fake(hidden: Tensor, index: Tensor, num_experts: int) -> tuple[Ten
 
 @torch.library.impl("turbo_compile::dispatch_backward", ("cpu", "cuda"))
 def _dispatch_backward(grad: Tensor, order: Tensor, top_k: int) -> Tensor:
-    positions = _inverse(order).view(-1, top_k)
-    out = grad.new_empty((positions.shape[0], grad.shape[1]))
-    for tokens in _chunks(positions.shape[0], top_k * grad.shape[1], grad):
-        picked = grad.index_select(0, positions[tokens].flatten())
-        torch.sum(picked.view(-1, top_k, grad.shape[1]), dim=1, out=out[tokens])
-    return out
+    return collect(grad, order, top_k)
 
 
 @torch.library.register_fake("turbo_compile::dispatch_backward")
@@ -172,15 +162,7 @@ torch.library.register_autograd("turbo_compile::dispatch", _dispatch_differentia
 
 @torch.library.impl("turbo_compile::combine", ("cpu", "cuda"))
 def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    tokens, top_k = weights.shape
-    dtype = _accumulate_dtype(rows, weights)
-    positions = _inverse(order).view(tokens, top_k)
-    weights = weights.to(dtype).unsqueeze(2)
-    out = rows.new_empty((tokens, rows.shape[1]))
-    for chunk in _chunks(tokens, top_k * rows.shape[1], rows):
-        picked = rows.index_select(0, positions[chunk].flatten()).to(dtype).view(-1, top_k, rows.shape[1])
-        out[chunk] = picked.mul_(weights[chunk]).sum(dim=1)
-    return out
+    return collect(rows, order, weights.shape[1], weights)
 
 
 @torch.library.register_fake("turbo_compile::combine")
@@ -190,17 +172,7 @@ def _combine_fake(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 @torch.library.impl("turbo_compile::combine_backward", ("cpu", "cuda"))
 def _combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    top_k = weights.shape[1]
-    dtype = _accumulate_dtype(rows, weights)
-    token = order // top_k
-    weight = weights.to(dtype).flatten()[order].unsqueeze(1)
-    grad_rows = rows.new_empty(rows.shape)
-    grad_weight = rows.new_empty(order.shape, dtype=dtype)
-    for chunk in _chunks(order.shape[0], rows.shape[1], rows):
-        picked = grad.index_select(0, token[chunk]).to(dtype)
-        torch.mul(picked, weight[chunk], out=grad_rows[chunk])
-        torch.sum(picked.mul_(rows[chunk]), dim=1, out=grad_weight[chunk])
-    return grad_rows, grad_weight[_inverse(order)].view(weights.shape).to(weights.dtype)
+    return uncollect(grad, rows, order, weights)
 
 
 @torch.library.register_fake("turbo_compile::combine_backward")
@@ -218,20 +190,3 @@ def _combine_differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor
 
 
 torch.library.register_autograd("turbo_compile::combine", _combine_differentiate, setup_context=_combine_save)
-
-
-def _accumulate_dtype(rows: Tensor, weights: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Where each element of a permutation went."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-
-
-def _chunks(length: int, width: int, like: Tensor) -> Iterator[slice]:
-    """Slices of `length` things, each of `width` numbers, that stay in cache together."""
-    on_cpu = like.device.type == "cpu"
-    chunk_bytes = CPU_CHUNK_BYTES_PER_THREAD * torch.get_num_threads() if on_cpu else CUDA_CHUNK_BYTES
-    size = max(1, chunk_bytes // max(1, width * max(4, like.dtype.itemsize)))
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
