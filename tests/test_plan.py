@@ -411,9 +411,7 @@ def test_a_suggested_mesh_spans_the_world(mesh: Mesh, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("values", "fragments"),
     [
-        ({"mesh": {"sp": 2}}, ["mesh.sp=2", "does not support sequence parallelism yet"]),
-        ({"mesh": {"fsdp": 2, "ep": 2}}, ["mesh.ep=2", "does not support expert parallelism yet"]),
-        ({"fuse": ["attention"]}, ["fuse=['attention']", "no fusions yet"]),
+        ({"fuse": ["qk_norm"]}, ["fuse lists 'qk_norm'", "attention, linear_cross_entropy"]),
         ({"experts": {"capacity": "bounded"}}, ["experts.capacity"]),
         ({"parameters": {"a": {"placement": "Shard(1)"}}}, ["parameters.a.placement=Shard(1)"]),
     ],

@@ -8,7 +8,7 @@ tuple. A call takes its groups first, then its inputs, and returns a tuple.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import sympy
@@ -109,7 +109,7 @@ class Program:
     """A model's forward: the outer graph and its segments, with symbolic batch and sequence sizes.
 
     `outputs` names what the outer graph returns, in order (`loss`, `aux_loss`, `logits`). `guards` are the conditions
-    on `B` and `S` under which the capture holds.
+    on `B` and `S` under which the capture holds. `fused` says of each fusion that fired where it did.
     """
 
     name: str
@@ -123,6 +123,7 @@ class Program:
     sequence_symbol: sympy.Expr
     guards: tuple[sympy.Expr, ...] = ()
     sliced: Sliced | None = None
+    fused: dict[str, str] = field(default_factory=dict)
 
     def calls(self) -> Iterator[fx.Node]:
         return (node for node in self.graph.nodes if node.op == "call_module")
@@ -169,6 +170,7 @@ class StepProgram:
     sequence_symbol: sympy.Expr
     guards: tuple[sympy.Expr, ...] = ()
     sliced: Sliced | None = None
+    fused: dict[str, str] = field(default_factory=dict)
     differentiable: tuple[str, ...] = ()
     gradient_groups: tuple[tuple[str, ...], ...] = ()
 
