@@ -8,6 +8,7 @@ from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.ir.runner import Pass
 from turbo_compile.passes.experts import ExpertParallel
 from turbo_compile.passes.grouped_experts import FuseGroupedExperts
+from turbo_compile.passes.linear_cross_entropy import FuseLinearCrossEntropy
 from turbo_compile.passes.prefetch import Prefetch
 from turbo_compile.passes.recompute import Recompute
 from turbo_compile.passes.sequence import SequenceParallel
@@ -20,14 +21,21 @@ from turbo_compile.plans.ranges import resolve_ranges
 def forward_passes(plan: Plan) -> tuple[Pass, ...]:
     """The rewrites of the forward program, before it is differentiated."""
     passes: list[Pass] = []
+    if fuses(plan, "linear_cross_entropy"):
+        passes.append(FuseLinearCrossEntropy(plan.fuse != "auto"))
     if plan.mesh.ep > 1:
         passes.append(ExpertParallel(plan.mesh.ep, plan.mesh.edp))  # first: it parts a block's experts from the rest
-    if plan.fuse == "auto" or "grouped_experts" in plan.fuse:
+    if fuses(plan, "grouped_experts"):
         passes.append(FuseGroupedExperts(plan.fuse != "auto"))  # after: what travels is then no longer fused with
     if plan.mesh.sp > 1:
         passes.append(SequenceParallel(plan.mesh.sp, MODEL_ENTRY))
     passes.append(SumOverRanks())  # losses and counts are of the global batch: differentiated with their sum in place
     return tuple(passes)
+
+
+def fuses(plan: Plan, name: str) -> bool:
+    """Whether a plan asks for a fusion."""
+    return plan.fuse == "auto" or name in plan.fuse
 
 
 def step_passes(plan: Plan, blocks: Iterable[str]) -> tuple[Pass, ...]:

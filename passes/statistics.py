@@ -30,7 +30,7 @@ class SumOverRanks:
             if node.target is router_counts:
                 _sum_after(graph, node)
         for name, result in zip(program.outputs, results_of(graph), strict=True):
-            if name != "logits":
+            if name in ("loss", "aux_loss"):
                 _sum_after(graph, result, only=output_node(graph))
 
 

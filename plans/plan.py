@@ -31,6 +31,7 @@ from turbo_compile.plans.values import (
     check_whole,
     check_word,
     listed,
+    suggest,
 )
 
 # With the sections, so that one import serves whoever writes a plan in code.
@@ -48,6 +49,14 @@ __all__ = [
 ]
 
 RECOMPUTE = ("none", "selective", "full")
+FUSIONS = (
+    "attention",
+    "linear_cross_entropy",
+    "grouped_experts",
+    "expert_exchange",
+    "attention_exchange",
+    "merged_linears",
+)
 
 PlanLike: TypeAlias = "Plan | Mapping[str, Any] | str | PathLike[str]"
 S = TypeVar("S")
@@ -123,8 +132,9 @@ def check_supported(plan: Plan) -> None:
     """Refuse what a plan can say and this version cannot do yet."""
     if plan.experts.capacity != "exact":
         raise PlanError("experts.capacity: this version supports only exact", key="experts.capacity")
-    if plan.fuse not in ("auto", ()):
-        raise PlanError(f"fuse={list(plan.fuse)}: this version has no fusions yet; leave it at auto", key="fuse")
+    for name in () if plan.fuse == "auto" else plan.fuse:
+        if name not in FUSIONS:
+            raise PlanError(f"fuse lists {name!r}{suggest(name, FUSIONS)}", key="fuse")
     for glob, rule in plan.parameters.items():
         if rule.dim not in (None, 0):
             key = f"parameters.{glob}.placement"

@@ -227,7 +227,7 @@ def test_packed_or_padded_documents_give_the_same_loss(config: Path, tmp_path: P
         (("inspect", "CONFIG", "--set", "mesh.fsp=2"), "--set mesh.fsp: mesh has no key 'fsp'; did you mean 'fsdp'?"),
         (("inspect", "CONFIG", "--set", "fsdp"), "--set fsdp: write it as key=value"),
         (("inspect", "CONFIG", "--plan", "missing.yaml"), "cannot read the plan file missing.yaml"),
-        (("inspect", "CONFIG", "--set", "fuse=[qk_norm]"), "fuse=['qk_norm']: this version has no fusions yet"),
+        (("inspect", "CONFIG", "--set", "fuse=[qk_norm]"), "fuse lists 'qk_norm'; it can be attention"),
         (("check", "CONFIG", "--ranks", "2", "--set", "mesh.fsdp=3"), "multiplies to 3, but the world has 2 ranks"),
         (("train", "CONFIG", "--data", "missing.txt"), "cannot read missing.txt: No such file"),
         (("train", "CONFIG", "--batch", "5000"), "fewer than a batch of 5000"),

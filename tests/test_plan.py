@@ -411,7 +411,7 @@ def test_a_suggested_mesh_spans_the_world(mesh: Mesh, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("values", "fragments"),
     [
-        ({"fuse": ["attention"]}, ["fuse=['attention']", "no fusions yet"]),
+        ({"fuse": ["qk_norm"]}, ["fuse lists 'qk_norm'", "attention, linear_cross_entropy"]),
         ({"experts": {"capacity": "bounded"}}, ["experts.capacity"]),
         ({"parameters": {"a": {"placement": "Shard(1)"}}}, ["parameters.a.placement=Shard(1)"]),
     ],

@@ -23,6 +23,7 @@ _SWITCHES = (
     "use_cache",
     "return_dict",
     "return_logits",
+    "return_logprobs",
     "output_router_logits",
     "output_hidden_states",
     "output_attentions",
@@ -48,6 +49,7 @@ class Batch:
     num_items: Tensor | float | None
     has_loss: bool
     return_logits: bool
+    return_logprobs: bool
     return_dict: bool
     router: bool
     keys: tuple[str, ...]
@@ -102,6 +104,7 @@ def read_batch(arguments: dict[str, Any], config: Any, device: torch.device, voc
         num_items=given.get("num_items_in_batch"),
         has_loss=targets is not None,
         return_logits=bool(given.get("return_logits", False)),
+        return_logprobs=_wants_logprobs(given, targets),
         return_dict=bool(given.get("return_dict", getattr(config, "return_dict", True))),
         router=_wants_router_loss(given, config),
         keys=tuple(sorted(given)),
@@ -228,6 +231,12 @@ def _targets(given: dict[str, Any], ids: Tensor) -> Tensor | None:
         raise TurboCompileError(f"labels hold {labels.dtype}; labels are token ids, or {IGNORE}")
     labels = labels.to(torch.long)
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def _wants_logprobs(given: dict[str, Any], targets: Tensor | None) -> bool:
+    if given.get("return_logprobs") and targets is None:
+        raise TurboCompileError("return_logprobs: log-probabilities are those of labels; pass labels, or shift_labels")
+    return bool(given.get("return_logprobs", False))
 
 
 def _check_labels(targets: Tensor, vocabulary: int) -> None:

@@ -28,8 +28,8 @@ _BATCH, _SEQUENCE = 2, 17 * 11  # of the synthetic batch: a length unlike any si
 class Signature:
     """Which program a call needs: what it returns, how the model stands, and which parameters are trained.
 
-    `shape` is (B, S) when shapes are static, else None. `router` asks for the load-balancing loss; `masked` says that
-    the batch comes with a padding mask.
+    `shape` is (B, S) when shapes are static, else None. `router` asks for the load-balancing loss, `logprobs` for the
+    targets' log-probabilities and the entropies.
     """
 
     loss: bool
@@ -37,19 +37,28 @@ class Signature:
     training: bool
     differentiable: bool
     router: bool = False
+    logprobs: bool = False
     trainable: frozenset[str] = frozenset()
     shape: tuple[int, int] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        named = (("loss", self.loss), ("aux_loss", self.loss and self.router), ("logits", self.logits))
+        named = (
+            ("loss", self.loss),
+            ("aux_loss", self.loss and self.router),
+            ("logits", self.logits),
+            ("logprobs", self.logprobs),
+            ("entropy", self.logprobs),
+        )
         return tuple(name for name, wanted in named if wanted)
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """The outputs that gradients flow from: the loss, or the logits when there is none."""
+        """The outputs that gradients flow from: the loss and log-probabilities, or the logits when there is none."""
         if not self.differentiable:
             return ()
+        if self.logprobs:
+            return "loss", "logprobs", "entropy"
         return ("loss",) if self.loss else ("logits",)
 
 
@@ -90,6 +99,7 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
     if signature.shape is None:
         for tensor in batch.values():
             _torch.mark_dynamic(tensor)
+    inputs.token_logprobs = signature.logprobs
     forward = type(model).forward  # a compiled model's own forward is the runtime
     keywords: dict[str, Any] = {"use_cache": False}
     if signature.router or getattr(model.config, "output_router_logits", False):
@@ -123,7 +133,8 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
             )
         else:
             out = forward(model, input_ids=ids, position_ids=positions, **keywords)
-        return tuple(out[name] for name in signature.outputs)
+        token = {"logprobs": inputs.logprobs, "entropy": inputs.entropy}
+        return tuple(token[name] if name in token else out[name] for name in signature.outputs)
 
     try:
         return _torch.capture_graph(entry, tuple(batch.values()))

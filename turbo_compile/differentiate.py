@@ -65,6 +65,7 @@ class _Differentiation:
             sequence_symbol=self.program.sequence_symbol,
             guards=self.program.guards,
             sliced=self.program.sliced,
+            fused=dict(self.program.fused),
             differentiable=self.differentiable,
         )
         for joint in self.joints.values():

@@ -22,7 +22,7 @@ from turbo_compile import _torch
 from turbo_compile.boundaries.attention import attention
 from turbo_compile.boundaries.documents import mask_layout_op
 from turbo_compile.boundaries.experts import experts_forward
-from turbo_compile.boundaries.loss import causal_lm_loss_op
+from turbo_compile.boundaries.loss import causal_lm_loss_op, token_logprobs
 from turbo_compile.boundaries.router import router_counts, router_loss
 from turbo_compile.errors import CaptureError, TurboCompileError, UnsupportedOp
 from turbo_compile.rotary import length_given
@@ -45,7 +45,10 @@ _ANY_NUMBER = 4096  # of different blocks under one class: past it, Dynamo would
 
 @dataclass(slots=True)
 class Inputs:
-    """The batch fields that boundaries read, set by the traced entry before it calls the model."""
+    """The batch fields that boundaries read, set by the traced entry before it calls the model.
+
+    `logprobs` and `entropy` are what the loss boundary found on the way, where `token_logprobs` asked for it.
+    """
 
     layout: Tensor | None = None
     valid: Tensor | None = None
@@ -53,6 +56,9 @@ class Inputs:
     targets: Tensor | None = None
     denominator: Tensor | None = None
     longest: Tensor | None = None
+    token_logprobs: bool | None = None
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 _INPUTS = Inputs()
@@ -241,6 +247,8 @@ def _loss(model: PreTrainedModel) -> Iterator[None]:
             name = type(model).__name__
             raise UnsupportedOp(f"the loss of {name} is not the causal language model loss of shifted labels")
         loss, _lse = causal_lm_loss_op(logits, _INPUTS.targets, _INPUTS.denominator)
+        if _INPUTS.token_logprobs:
+            _INPUTS.logprobs, _INPUTS.entropy, _lse = token_logprobs(logits, _INPUTS.targets)
         return loss
 
     before = model.__dict__.get("_loss_function")

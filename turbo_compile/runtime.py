@@ -31,6 +31,7 @@ from turbo_compile.ranks import agree, failing_together
 from turbo_compile.structure import Structure, refuse_copies, refuse_new_embeddings
 
 Build = Callable[[Signature], Executable]
+BY_TOKEN = ("logits", "logprobs", "entropy")  # outputs that have each token of this rank
 
 
 @dataclass(slots=True)
@@ -101,6 +102,7 @@ class Runtime:
         said += ["no_grad"] if not torch.is_grad_enabled() else []
         said += ["no_sync"] if not self.synchronised else []
         said += ["logits"] if batch.return_logits else []
+        said += ["logprobs"] if batch.return_logprobs else []
         said += ["router logits"] if batch.router else []
         said += [f"{float(batch.num_items):g} items"] if batch.num_items is not None else []
         frozen = [fqn for fqn, parameter in self.sharded.parameters.items() if not parameter.requires_grad]
@@ -113,10 +115,11 @@ class Runtime:
         training = self.model.training
         return Signature(
             loss=batch.has_loss,
-            logits=not batch.has_loss or batch.return_logits or not training,
+            logits=not batch.has_loss or batch.return_logits or not (training or batch.return_logprobs),
             training=training,
             differentiable=differentiable,
             router=batch.router and batch.has_loss,
+            logprobs=batch.return_logprobs,
             trainable=trainable if differentiable else frozenset(),
             shape=batch.shape if self.static else None,
         )
@@ -142,10 +145,14 @@ class Runtime:
         return fields
 
     def _output(self, results: dict[str, Tensor], batch: Batch) -> ModelOutput | tuple[Any, ...]:
-        if "logits" in results and results["logits"].shape[1] != batch.length:
-            results["logits"] = results["logits"][:, : batch.length]  # without what filled the last chunk up
+        for name in BY_TOKEN:
+            if name in results and results[name].shape[1] != batch.length:
+                results[name] = results[name][:, : batch.length]  # without what filled the last chunk up
         kind = _output_class(self.model, "aux_loss" in results)
-        out = kind(**results)
+        out = kind(**{name: value for name, value in results.items() if name not in ("logprobs", "entropy")})
+        for name in ("logprobs", "entropy"):  # which no class of transformers has
+            if name in results:
+                out[name] = results[name]
         return out if batch.return_dict else out.to_tuple()
 
     # --- what the model's methods do ----------------------------------------------------------------------------------
@@ -331,10 +338,8 @@ class _State:
         parameters = self.runtime.sharded.parameters
         return tuple(_torch.local_of(parameters[fqn]) for fqn in names)
 
-    def tangent(self, name: str, tangent: Tensor | None) -> Tensor:
-        """A caller's tangent as the step wants it: of the loss as it is; of logits averaged over the ranks' batches."""
-        if tangent is None:
-            raise TurboCompileError(f"backward reached a compiled step without a gradient of its {name}")
+    def tangent(self, name: str, tangent: Tensor) -> Tensor:
+        """A caller's tangent as the step wants it: of the loss as it is; by token averaged over the ranks' batches."""
         if name == "loss":
             return tangent
         sizes = self.runtime.axes.sizes
@@ -406,13 +411,19 @@ class _Step(torch.autograd.Function):
         still = (r for name, r in zip(program.outputs, results, strict=True) if name not in program.differentiable)
         ctx.mark_non_differentiable(*still)
         ctx.set_materialize_grads(False)
+        ctx.metas = {name: r.to("meta") for name, r in zip(program.outputs, results, strict=True)}
+        ctx.device = results[0].device
         return results
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[None, None]:
         state: _State = ctx.state
         program = state.executable.program
-        given = {name: t for name, t in zip(program.outputs, tangents, strict=True) if name in program.differentiable}
+        given = {
+            name: torch.zeros_like(ctx.metas[name], device=ctx.device) if tangent is None else tangent
+            for name, tangent in zip(program.outputs, tangents, strict=True)
+            if name in program.differentiable
+        }
         with failing_together("the backward"):
             gradients = state.backward({name: state.tangent(name, t) for name, t in given.items()})
         parameters = state.runtime.sharded.parameters

@@ -3,6 +3,8 @@
     loss, lse [...] = causal_lm_loss(logits [..., V], targets [...], denominator)
     grad_logits [..., V] = causal_lm_loss_backward(grad, logits, targets, lse, denominator)
 
+    logprobs [...], entropy [...], lse [...] = token_logprobs(logits [..., V], targets [...])
+
 The denominator counts the valid tokens of the whole batch. It is inside the op because a rank's gradients reach other
 ranks through attention, so that scaling them after backward would be too late.
 """
@@ -17,6 +19,7 @@ from torch import Tensor
 from turbo_compile.errors import TurboCompileError
 from turbo_compile.ir.locality import Placement, declare
 from turbo_compile.kernels import cross_entropy as kernel
+from turbo_compile.kernels import softmax_rows
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # inputs may have any strides; outputs are contiguous
 
@@ -30,12 +33,27 @@ torch.library.define(
     "(Tensor grad, Tensor logits, Tensor targets, Tensor lse, Tensor denominator) -> Tensor",
     tags=_TAGS,
 )
+torch.library.define(
+    "turbo_compile::token_logprobs",
+    "(Tensor logits, Tensor targets) -> (Tensor logprobs, Tensor entropy, Tensor lse)",
+    tags=_TAGS,
+)
+torch.library.define(
+    "turbo_compile::token_logprobs_backward",
+    "(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, Tensor targets, Tensor entropy, Tensor lse) "
+    "-> Tensor",
+    tags=_TAGS,
+)
 causal_lm_loss_op = torch.ops.turbo_compile.causal_lm_loss.default
 causal_lm_loss_backward = torch.ops.turbo_compile.causal_lm_loss_backward.default
+token_logprobs = torch.ops.turbo_compile.token_logprobs.default
+token_logprobs_backward = torch.ops.turbo_compile.token_logprobs_backward.default
 
 PLACEMENTS = {
     causal_lm_loss_op: Placement(("tokens", "tokens", "replicate"), ("partial", "tokens")),
     causal_lm_loss_backward: Placement(("replicate", "tokens", "tokens", "tokens", "replicate"), ("tokens",)),
+    token_logprobs: Placement(("tokens", "tokens"), ("tokens", "tokens", "tokens")),
+    token_logprobs_backward: Placement(("tokens",) * 6, ("tokens",)),
 }
 declare(PLACEMENTS)
 
@@ -109,6 +127,75 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
 
 
 torch.library.register_autograd("turbo_compile::causal_lm_loss", _differentiate, setup_context=_save)
+
+
+# --- log-probabilities of targets, and entropies: 0 where the target is ignored ---------------------------------------
+
+
+def token_logprobs_flops(tokens: Any, vocabulary: Any) -> Any:
+    """Per logit: a maximum, a subtraction, an exponential, a product and two sums."""
+    return 6 * tokens * vocabulary
+
+
+def token_logprobs_backward_flops(tokens: Any, vocabulary: Any) -> Any:
+    """Per logit: two subtractions, an exponential, and the two gradients' products and sum."""
+    return 7 * tokens * vocabulary
+
+
+@torch.library.impl("turbo_compile::token_logprobs", ("cpu", "cuda"))
+def _logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+    lse, logprobs, entropy = softmax_rows.statistics(rows, targets.reshape(-1), 1.0, 0.0, entropy=True)
+    return logprobs.view(targets.shape), entropy.view(targets.shape), lse.view(targets.shape)
+
+
+@torch.library.register_fake("turbo_compile::token_logprobs")
+def _logprobs_fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = kernel.accumulate_dtype(logits.dtype)
+    logprobs, entropy, lse = (logits.new_empty(targets.shape, dtype=dtype) for _ in range(3))
+    return logprobs, entropy, lse
+
+
+@torch.library.impl("turbo_compile::token_logprobs_backward", ("cpu", "cuda"))
+def _logprobs_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+) -> Tensor:
+    grads = (torch.zeros_like(lse) if grad is None else grad.to(lse.dtype) for grad in (grad_logprobs, grad_entropy))
+    made = logits.clone(memory_format=torch.contiguous_format)
+    rows = made.view(-1, logits.shape[-1])
+    flat = (each.reshape(-1) for each in (targets, lse, entropy, *grads))
+    softmax_rows.gradient_(rows, *flat, 1.0, 0.0)
+    return made
+
+
+@torch.library.register_fake("turbo_compile::token_logprobs_backward")
+def _logprobs_backward_fake(
+    grad_logprobs: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *_: Tensor
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _logprobs_save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, entropy, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, entropy, lse)
+
+
+def _logprobs_differentiate(
+    ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+) -> tuple[Tensor | None, None]:
+    if grad_logprobs is None and grad_entropy is None:
+        return None, None
+    return token_logprobs_backward(grad_logprobs, grad_entropy, *ctx.saved_tensors), None
+
+
+torch.library.register_autograd("turbo_compile::token_logprobs", _logprobs_differentiate, setup_context=_logprobs_save)
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:

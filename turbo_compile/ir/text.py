@@ -70,6 +70,8 @@ class _Printer:
         yield f"calls    {', '.join(f'{name} x {count}' if count > 1 else name for name, count in calls.items())}"
         if after:
             yield f"after    {after}"
+        if self.program.fused:
+            yield f"fuses    {'; '.join(f'{name} in {where}' for name, where in self.program.fused.items())}"
         if (sliced := self.program.sliced) is not None:
             cut, whole = ", ".join(sliced.contract.sliced), ", ".join(sliced.contract.global_)
             yield f"slices   at {sliced.contract.boundary}: {cut} in {sliced.ranks} chunks of S; {whole} whole"
