@@ -46,3 +46,12 @@ class TrainOptions:
     pack: bool
     output: Path
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """`dtypes` empty: bf16 and fp32 on an accelerator, fp32 on a CPU. `quick`: fewer sizes and rounds."""
+
+    output: Path
+    dtypes: tuple[str, ...]
+    quick: bool
