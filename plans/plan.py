@@ -81,6 +81,7 @@ class Plan:
     sequence: Sequence = Sequence()
     fuse: str | tuple[str, ...] = "auto"
     expected: Mapping[str, float] | None = None  # what the search predicted: step_s, peak_gib, exposed_comm_s
+    found_by: Mapping[str, Any] | None = None  # what the search was asked: model, cluster, memory, fix
     origins: Mapping[str, str] = field(init=False, compare=False, repr=False)  # dotted key -> where it came from
 
     def __init__(self, **values: Any) -> None:
@@ -189,6 +190,14 @@ def _expected(key: str, value: object) -> FrozenMap[float] | None:
     return FrozenMap({check_name(key, name): check_number(f"{key}.{name}", each) for name, each in numbers.items()})
 
 
+def _found_by(key: str, value: object) -> FrozenMap[Any] | None:
+    if value is None:
+        return None
+    asked = check_mapping(key, value)
+    check_keys(key, asked, ("model", "cluster", "memory", "fix"))
+    return FrozenMap(asked)
+
+
 def _check_batch(batch: Batch, mesh: Mesh) -> None:
     if batch.global_ is None or batch.micro is None:
         return
@@ -273,6 +282,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "sequence": _section(Sequence),
     "fuse": _fuse,
     "expected": _expected,
+    "found_by": _found_by,
 }
 _read_rule = _section(ParameterRule)
 _MERGED = frozenset({"mesh", "batch", "dtype", "parameters", "schedule", "experts", "sequence"})

@@ -14,7 +14,7 @@ from turbo_compile.errors import PlanError
 from turbo_compile.plans.values import check_mapping, suggest
 
 _PREFIX = "TURBO_COMPILE_"
-_NOT_PLAN = frozenset({"TURBO_COMPILE_DUMP"})  # variables of this package that are not plan values
+_NOT_PLAN = frozenset({"TURBO_COMPILE_CACHE", "TURBO_COMPILE_DUMP"})  # of this package, but no plan values
 _DEEPEST = 8  # a plan nests three deep; a file that goes further is no plan, or refers to itself
 
 

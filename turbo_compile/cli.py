@@ -1,22 +1,33 @@
-"""`turbo-compile`: inspect a plan, check its numbers, train with it."""
+"""`turbo-compile`: find a plan, inspect it, check its numbers, train with it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from turbo_compile import commands
 from turbo_compile.commands.failures import RankFailed
-from turbo_compile.commands.options import CheckOptions, InspectOptions, TrainOptions
-from turbo_compile.commands.settings import plan_ranks, read_plan
+from turbo_compile.commands.options import (
+    CalibrateOptions,
+    CheckOptions,
+    InspectOptions,
+    PredictOptions,
+    SearchOptions,
+    TrainOptions,
+)
+from turbo_compile.commands.settings import launched, plan_ranks, read_fixed, read_plan
 from turbo_compile.errors import TurboCompileError
+
+if TYPE_CHECKING:
+    from turbo_compile.commands.searching import Priced
 
 app = typer.Typer(
     name="turbo-compile",
@@ -26,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+FIXABLE = "dp, fsdp, sp, ep, micro, recompute, reshard, prefetch"
 MODEL = "A hub id, a local directory with a config.json, or a config file."
 Plan = Annotated[Path | None, typer.Option("--plan", "-p", help="A plan (YAML). Default: fsdp over all ranks.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="One value of the plan, over the file: mesh.fsdp=8.")]
@@ -33,6 +45,103 @@ Ranks = Annotated[int | None, typer.Option(min=1, help="Local processes to start
 Backend = Annotated[Literal["inductor", "eager"], typer.Option(help="eager interprets the program, for debugging.")]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="To compute in; weights stay fp32.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")]
+Cluster = Annotated[str | None, typer.Option(help="A cluster that comes with the package, or a file (calibrate).")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for.")]
+Rows = Annotated[int | None, typer.Option("--global-batch", min=1, help="Rows a step, over all ranks.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens a row.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a page: the step by stream, memory, all plans.")]
+
+
+@app.command()
+def search(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    cluster: Cluster = None,
+    gpus: Gpus = None,
+    global_batch: Rows = None,
+    seq: Seq = None,
+    memory: Annotated[float, typer.Option(help="Share of a device's usable memory that a plan may take.")] = 0.92,
+    fix: Annotated[list[str] | None, typer.Option(help=f"Choices already made: ep=8,sp=4. Of {FIXABLE}.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan (YAML).")] = None,
+    as_json: Json = False,
+    html: Html = None,
+    plan: Annotated[Path | None, typer.Option("--plan", "-p", help="A plan: what it says is kept.")] = None,
+    settings: Set = None,
+    traceback: Traceback = False,
+) -> None:
+    """Find the fastest plan for a model on a cluster. Needs no weights and no GPU."""
+    with _errors_in_a_line(traceback):
+        base = read_plan(plan, settings or (), base={"dtype": {"compute": "bf16", "master": "fp32"}})
+        options = SearchOptions(model, cluster, gpus, global_batch, seq, memory, read_fixed(fix or ()), base)
+        found = commands.search_model(options)
+        _write(output, found.plan.to_yaml(), html, lambda: commands.report(found))
+    if as_json:
+        print(json.dumps(commands.as_json(found, top), indent=1))
+        return
+    commands.print_search(_console(), found, top)
+    if output is not None:
+        _console().print(f"plan       {output}")
+
+
+@app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A plan (YAML), as search writes it or as you did.")],
+    model: Annotated[str | None, typer.Option(help=f"{MODEL} Default: what the plan was found for.")] = None,
+    cluster: Cluster = None,
+    gpus: Gpus = None,
+    global_batch: Rows = None,
+    seq: Seq = None,
+    as_json: Json = False,
+    html: Html = None,
+    settings: Set = None,
+    traceback: Traceback = False,
+) -> None:
+    """Say where a plan's seconds and bytes go, where its values came from, what came second and what was left out."""
+    with _errors_in_a_line(traceback):
+        chosen = read_plan(plan, settings or ())
+        found = commands.explain_plan(PredictOptions(model, cluster, gpus, global_batch, seq, chosen))
+        _write(None, "", html, lambda: commands.report(found))
+    _print_plan(found, as_json)
+
+
+@app.command()
+def predict(
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL} Default: what the plan was found for.")] = None,
+    plan: Plan = None,
+    cluster: Cluster = None,
+    gpus: Gpus = None,
+    global_batch: Rows = None,
+    seq: Seq = None,
+    as_json: Json = False,
+    html: Html = None,
+    settings: Set = None,
+    traceback: Traceback = False,
+) -> None:
+    """Say how long a step of one plan takes and how much memory, without running it."""
+    with _errors_in_a_line(traceback):
+        chosen = read_plan(plan, settings or (), base={"dtype": {"compute": "bf16", "master": "fp32"}})
+        found = commands.predict_plan(PredictOptions(model, cluster, gpus, global_batch, seq, chosen))
+        _write(None, "", html, lambda: commands.report(found))
+    _print_plan(found, as_json)
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")],
+    ranks: Ranks = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="To measure. Default: bf16 and fp32; on a CPU fp32.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: about a minute.")] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Measure this machine, or under torchrun these machines, into a file for --cluster."""
+    with _errors_in_a_line(traceback):
+        options = CalibrateOptions(output, tuple(dtype or ()), quick)
+        world = ranks or launched() or 1
+        measured = commands.on_ranks("turbo_compile.commands.calibrating:calibrate", options, world)
+    if _speaks():
+        commands.print_cluster(_console(), measured)
+        _console().print(f"cluster file  {output}")
 
 
 @app.command()
@@ -125,6 +234,29 @@ def train(
 
 def main() -> None:
     app()
+
+
+def _console() -> Console:
+    """As wide as a table needs where nobody watches."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160, soft_wrap=True)
+
+
+def _print_plan(found: Priced, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(commands.as_json(found, 10), indent=1))
+    else:
+        commands.print_plan(_console(), found)
+
+
+def _write(output: Path | None, text: str, html: Path | None, page: Callable[[], str]) -> None:
+    for path, made in ((output, lambda: text), (html, page)):
+        if path is None:
+            continue
+        try:
+            path.write_text(made(), encoding="utf-8")
+        except OSError as error:
+            raise TurboCompileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _settings(settings: list[str] | None, dtype: str | None) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from turbo_compile.plans.plan import Plan
 
@@ -46,3 +48,38 @@ class TrainOptions:
     pack: bool
     output: Path
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """`dtypes` empty: bf16 and fp32 on an accelerator, fp32 on a CPU. `quick`: fewer sizes and rounds."""
+
+    output: Path
+    dtypes: tuple[str, ...]
+    quick: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """`base` holds what is not searched. `fixed` are choices already made. None: as the plan says."""
+
+    model: str
+    cluster: str | None
+    gpus: int | None
+    global_batch: int | None
+    seq: int | None
+    memory: float
+    fixed: Mapping[str, Any]
+    base: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PredictOptions:
+    """One plan to price. None: as the plan says."""
+
+    model: str | None
+    cluster: str | None
+    gpus: int | None
+    global_batch: int | None
+    seq: int | None
+    plan: Plan

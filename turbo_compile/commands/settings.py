@@ -34,6 +34,26 @@ def plan_ranks(plan: Plan, ranks: int | None) -> tuple[Plan, int]:
     return plan, world
 
 
+def read_fixed(texts: Iterable[str]) -> dict[str, Any]:
+    """`ep=8,sp=4` as a mapping, from one text or several.
+
+    Raises:
+        PlanError: it is not written so, or fixes one thing twice.
+    """
+    fixed: dict[str, Any] = {}
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        name, equals, written = part.partition("=")
+        if not equals or not name or not written:
+            raise PlanError(f"--fix {part}: write it as name=value, for example --fix ep=8,sp=4", key="fix")
+        if name in fixed:
+            raise PlanError(f"--fix {part}: {name} is already fixed to {fixed[name]}", key="fix")
+        try:
+            fixed[name] = yaml.safe_load(written)
+        except yaml.YAMLError:
+            raise PlanError(f"--fix {part}: {written!r} is no value", key="fix") from None
+    return fixed
+
+
 def launched() -> int | None:
     """The world size that a launcher such as torchrun gave this process; None without one."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
