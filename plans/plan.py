@@ -114,8 +114,11 @@ class Plan:
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        """Every value, defaults included, as plain nested data."""
-        return {name: _data(getattr(self, name)) for name in _DEFAULTS}
+        """Every value, defaults included, as plain nested data; `found_by` only if a search found the plan."""
+        values = {name: _data(getattr(self, name)) for name in _DEFAULTS}
+        if self.found_by is None:
+            del values["found_by"]
+        return values
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=120)
