@@ -153,17 +153,45 @@ def _write(path: str, scored: Sequence[Scored]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ["id", "dataset", "tier", "step_s", "measured_step_s", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
-            + ["reserved_gib", "measured_gib", "memory_kind", "fits", "oom", "flash", "terms"]
+            [
+                "id",
+                "dataset",
+                "tier",
+                "step_s",
+                "measured_step_s",
+                "tokens_per_s_per_gpu",
+                "mfu",
+                "peak_gib",
+                "reserved_gib",
+                "measured_gib",
+                "memory_kind",
+                "fits",
+                "oom",
+                "flash",
+                "terms",
+            ]
         )
         for each in scored:
             case, made = each.case, each.prediction
             terms = " ".join(f"{name.replace(' ', '_')}={value:.4g}" for name, value in made.time_terms.items())
             writer.writerow(
-                [case.id, case.dataset, case.tier, f"{made.step_s:.6g}", case.step_s or ""]
-                + [f"{made.tokens_per_s_per_gpu:.6g}", f"{made.mfu:.4f}", f"{made.peak_bytes / GIB:.3f}"]
-                + [f"{made.reserved_bytes / GIB:.3f}", f"{case.memory / GIB:.3f}" if case.memory else ""]
-                + [case.memory_kind, made.fits, case.out_of_memory, case.flash, terms]
+                [
+                    case.id,
+                    case.dataset,
+                    case.tier,
+                    f"{made.step_s:.6g}",
+                    case.step_s or "",
+                    f"{made.tokens_per_s_per_gpu:.6g}",
+                    f"{made.mfu:.4f}",
+                    f"{made.peak_bytes / GIB:.3f}",
+                    f"{made.reserved_bytes / GIB:.3f}",
+                    f"{case.memory / GIB:.3f}" if case.memory else "",
+                    case.memory_kind,
+                    made.fits,
+                    case.out_of_memory,
+                    case.flash,
+                    terms,
+                ]
             )
 
 

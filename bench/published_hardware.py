@@ -34,12 +34,37 @@ _DEVICES: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     (r"A100|A800", "a100", {}, {}),
     (r"MI300", "mi300x", {}, {}),
     (r"MI35\d", "mi355x", {}, {}),
-    (r"MI250", "mi300x", {"flop_per_s": 191.5e12, "usable_bytes": 63 * _GIB, "hbm_bytes_per_s": 1.6e12, "units": 110}, {}),
+    (
+        r"MI250",
+        "mi300x",
+        {"flop_per_s": 191.5e12, "usable_bytes": 63 * _GIB, "hbm_bytes_per_s": 1.6e12, "units": 110},
+        {},
+    ),
     (r"910C|CloudMatrix", "ascend910", {}, {}),
-    (r"910B|Ascend", "ascend910", {"flop_per_s": 353e12, "usable_bytes": 60.3 * _GIB, "hbm_bytes_per_s": 1.6e12, "units": 24}, {"size": 8, "bytes_per_s": 196e9}),
-    (r"V100", "a100", {"flop_per_s": 125e12, "usable_bytes": 31.7 * _GIB, "hbm_bytes_per_s": 0.9e12, "units": 80}, {"bytes_per_s": 150e9}),
-    (r"4090", "a100", {"flop_per_s": 165e12, "usable_bytes": 23.6 * _GIB, "hbm_bytes_per_s": 1.0e12, "units": 128}, {"bytes_per_s": 25e9}),
-    (r"L40S", "a100", {"flop_per_s": 362e12, "usable_bytes": 44.4 * _GIB, "hbm_bytes_per_s": 0.86e12, "units": 142}, {"bytes_per_s": 25e9}),
+    (
+        r"910B|Ascend",
+        "ascend910",
+        {"flop_per_s": 353e12, "usable_bytes": 60.3 * _GIB, "hbm_bytes_per_s": 1.6e12, "units": 24},
+        {"size": 8, "bytes_per_s": 196e9},
+    ),
+    (
+        r"V100",
+        "a100",
+        {"flop_per_s": 125e12, "usable_bytes": 31.7 * _GIB, "hbm_bytes_per_s": 0.9e12, "units": 80},
+        {"bytes_per_s": 150e9},
+    ),
+    (
+        r"4090",
+        "a100",
+        {"flop_per_s": 165e12, "usable_bytes": 23.6 * _GIB, "hbm_bytes_per_s": 1.0e12, "units": 128},
+        {"bytes_per_s": 25e9},
+    ),
+    (
+        r"L40S",
+        "a100",
+        {"flop_per_s": 362e12, "usable_bytes": 44.4 * _GIB, "hbm_bytes_per_s": 0.86e12, "units": 142},
+        {"bytes_per_s": 25e9},
+    ),
 )
 
 

@@ -9,8 +9,16 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
-from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from turbo_compile.costing import cost_of_config
 from turbo_compile.plans.cost import ModelCost

@@ -1,7 +1,7 @@
 """A published run as the model, cluster and strategy to predict it with, and what was measured.
 
-Everything is read from a row's own columns: sizes of the axes, what is sharded, recomputation, kernels, framework. A row
-that leaves something out is either completed by the framework's usual default or skipped with the reason.
+Everything is read from a row's own columns: sizes of the axes, what is sharded, recomputation, kernels, framework. A
+row that leaves something out is either completed by the framework's usual default or skipped with the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from published_hardware import cluster_of
 from published_models import Unknown, model_of
+
 from turbo_compile.errors import TurboCompileError
 from turbo_compile.plans.cluster import Cluster
 from turbo_compile.plans.cost import ModelCost
@@ -22,7 +23,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `step_s` is None where it ran out of memory or no time can be read; memory in bytes, as it was defined."""
+    """One run. `step_s` is None where it ran out of memory or no time can be read; memory in bytes as defined."""
 
     id: str
     dataset: str
@@ -124,7 +125,7 @@ def strategy_of(row: Mapping[str, str], model: ModelCost, cluster: Cluster) -> S
     return _held(base, row, kind)
 
 
-# --- engine ------------------------------------------------------------------------------------------------------------
+# --- engine -----------------------------------------------------------------------------------------------------------
 
 
 def engine_of(row: Mapping[str, str]) -> tuple[Engine, str]:
@@ -133,8 +134,8 @@ def engine_of(row: Mapping[str, str]) -> tuple[Engine, str]:
     kind = _kind(words, row)
     compiled = row["compile"].lower().startswith("yes") or "DeepCompile" in words
     attention = row["attention_kernel"].lower()
-    scores = bool(re.search(r"no flash|^torch$|^fused$|fused softmax|eager|math", attention)) and "no flash" not in ""
-    fused_kernels = kind in ("megatron", "paddle") and "torch" != attention
+    scores = bool(re.search(r"no flash|^torch$|^fused$|fused softmax|eager|math", attention))
+    fused_kernels = kind in ("megatron", "paddle") and attention != "torch"
     engine = Engine(
         name=kind,
         kernels="compiled" if compiled else "fused" if fused_kernels else "eager",
@@ -184,7 +185,7 @@ def _attention_factor(attention: str, hardware: str) -> float:
     return 1.0
 
 
-# --- memory and batch --------------------------------------------------------------------------------------------------
+# --- memory and batch -------------------------------------------------------------------------------------------------
 
 
 def _held(strategy: Strategy, row: Mapping[str, str], kind: str) -> Strategy:
@@ -248,7 +249,7 @@ def _dtype(row: Mapping[str, str]) -> str:
     return "bf16"
 
 
-# --- what was measured -------------------------------------------------------------------------------------------------
+# --- what was measured ------------------------------------------------------------------------------------------------
 
 
 def _step(row: Mapping[str, str], strategy: Strategy) -> float | None:

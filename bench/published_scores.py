@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from published_rows import Case
+
 from turbo_compile.plans.timeline import Prediction, model_flops
 
 

@@ -44,7 +44,8 @@ class FuseGroupedExperts:
     exact: ClassVar[bool] = False  # the activation is rounded once, and sums go in another order
 
     def run(self, program: Program) -> None:
-        fired, missed = [], []
+        fired: list[str] = []
+        missed: list[str] = []
         for name, segment in program.segments.items():
             found = [node for node in segment.module.graph.nodes if node.target is grouped_mm]
             if found:

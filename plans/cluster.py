@@ -8,6 +8,7 @@ In a file every number stands with where it came from: `hbm_bytes_per_s: {value:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -160,7 +161,7 @@ def save_cluster(cluster: Cluster, path: str | PathLike[str]) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> Cluster:
@@ -214,7 +215,7 @@ def _levels(data: object, sources: dict[str, str]) -> tuple[Level, ...]:
             elif key != "name":
                 values[key] = _number(f"{where}.{key}", key, given[key], sources)
         levels.append(Level(**values))
-    for inner, outer in zip(levels, levels[1:], strict=False):
+    for inner, outer in itertools.pairwise(levels):
         if inner.size is None or (outer.size is not None and outer.size <= inner.size):
             raise PlanError(f"levels: {outer.name} must hold more ranks than {inner.name} inside it", key="levels")
     if levels[-1].size is not None:
@@ -253,7 +254,7 @@ def _number(where: str, name: str, data: object, sources: dict[str, str]) -> flo
     return int(value) if name in _WHOLE else float(value)
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def _data(cluster: Cluster) -> dict[str, Any]:

@@ -4,8 +4,8 @@ A `ModelCost` is plain data: it can be kept as JSON, and `sizes(B, S)` evaluates
 the numbers are read from a program is in `turbo_compile.plans.reading`; what they take on a cluster in `timeline`.
 
 Under tensor parallelism a block alternates between values every rank holds ("outer": the residual stream) and values
-cut over `tp` ("inner": heads, and the wide part of an MLP), so bytes are kept apart by that. `Cut` says what `tp` does to a
-matmul: "columns" of its weight, its "rows", or nothing.
+cut over `tp` ("inner": heads, and the wide part of an MLP), so bytes are kept apart by that. `Cut` says what `tp` does
+to a matmul: "columns" of its weight, its "rows", or nothing.
 """
 
 from __future__ import annotations

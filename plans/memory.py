@@ -11,7 +11,7 @@ from turbo_compile.plans.work import sizes
 
 
 def stage_calls(model: ModelCost, strategy: Strategy, stage: int) -> tuple[CallCost, ...]:
-    """The calls of one pipeline stage: blocks in equal parts, what comes before them with the first, after with the last."""
+    """Those of one pipeline stage: blocks in equal parts, what comes before with the first, after with the last."""
     if strategy.pp == 1:
         return model.calls
     blocks = [index for index, call in enumerate(model.calls) if call.block]
@@ -64,7 +64,7 @@ def saved_bytes(size: SegmentSizes, strategy: Strategy, mode: str) -> float:
     kept = size.saved[key]
     outer = kept.outer / (strategy.tp if strategy.tp_sequence else 1.0)
     total = outer + kept.inner / strategy.tp
-    if engine.attention == "scores" and not (mode == "selective"):
+    if engine.attention == "scores" and mode != "selective":
         total += score_bytes(size, strategy)
     return total
 
@@ -130,7 +130,7 @@ def _block_peak(size: SegmentSizes, strategy: Strategy, mode: str) -> float:
 
 
 def _gathered(model: ModelCost, strategy: Strategy, calls: tuple[CallCost, ...]) -> float:
-    """Gathered parameters in flight with those of the block at work, and one block's whole gradient before it is reduced."""
+    """Gathered parameters in flight beside the working block's, and one block's whole gradient before it is reduced."""
     groups = [model.group_of(call) for call in calls]
     largest = max((gathered_bytes(group, strategy) for group in groups), default=0.0)
     blocks = [gathered_bytes(model.group_of(call), strategy) for call in calls if call.block]

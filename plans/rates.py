@@ -121,7 +121,7 @@ def memory_s(device: Accelerator, moved: float) -> float:
     return moved / (device.hbm_bytes_per_s * device.memory_efficiency)
 
 
-# --- collectives -------------------------------------------------------------------------------------------------------
+# --- collectives ------------------------------------------------------------------------------------------------------
 
 
 def collective_s(cluster: Cluster, op: str, moved: float, ring: Ring) -> float:

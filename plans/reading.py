@@ -65,8 +65,20 @@ _VIEWS = (
 )
 # What autograd keeps of an operator: its inputs, its output, or nothing. Unnamed ones keep their inputs.
 _KEEPS_OUTPUT = ("softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "log_softmax", "reciprocal")
-_KEEPS_NOTHING = ("add", "sub", "neg", "cat", "sum", "mean", "to", "float", "type_as", "iadd", "isub", "clone", "stack")
-_KEEPS_NOTHING += ("masked_fill", "index_select", "pad", "roll", "zeros_like", "ones_like", "arange", "full", "cumsum")
+_KEEPS_NOTHING: tuple[str, ...] = ("add", "sub", "neg", "cat", "sum", "mean", "to", "float", "type_as", "iadd", "isub")
+_KEEPS_NOTHING += (
+    "clone",
+    "stack",
+    "masked_fill",
+    "index_select",
+    "pad",
+    "roll",
+    "zeros_like",
+    "ones_like",
+    "arange",
+    "full",
+    "cumsum",
+)
 
 
 def read_cost(program: Program, step: StepProgram) -> ModelCost:
@@ -147,7 +159,7 @@ def _width(program: Program, segments: Mapping[str, SegmentCost]) -> tuple[int, 
     return 0, 0
 
 
-# --- one segment -------------------------------------------------------------------------------------------------------
+# --- one segment ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -280,13 +292,13 @@ class _Reader:
     # --- work
 
     def _matmul(self, node: fx.Node) -> Matmul:
-        experts = int(value_of(node.args[1]).shape[0]) if node.target is grouped_mm else 0
+        experts = int(value_of(argument(node, 1)).shape[0]) if node.target is grouped_mm else 0
         cut: Cut = self.cuts.get(node, "none")
         out = value_of(node)
         if _name(node) in ("linear", "grouped_mm") or (_name(node) != "addmm" and self._weight(node) is not None):
             operand = value_of(_operands(node, self.weights)[0])
         else:
-            operand = value_of(node.args[1] if _name(node) in ("addmm", "baddbmm") else node.args[0])
+            operand = value_of(argument(node, 1 if _name(node) in ("addmm", "baddbmm") else 0))
         rows = sympy.prod([self._expr(size) for size in out.shape[:-1]])
         columns = out.shape[-1]
         inner = operand.shape[-1]
@@ -295,8 +307,8 @@ class _Reader:
         return Matmul(str(rows), int(inner), int(columns), cut, experts, self._weight(node) is not None)
 
     def _attention(self, node: fx.Node) -> Attention:
-        q, k, v = (value_of(each) for each in node.args[:3])
-        window = node.args[8] if len(node.args) > 8 else None
+        q, k, v = (value_of(argument(node, index)) for index in range(3))
+        window: Any = node.args[8] if len(node.args) > 8 else None
         causal = bool(node.args[7]) if len(node.args) > 7 else True
         return Attention(int(q.shape[1]), int(k.shape[1]), int(q.shape[3]), int(v.shape[3]), window, causal)
 
@@ -475,7 +487,7 @@ class _Reader:
         return float(value) if value.is_number else math.inf
 
 
-# --- nodes -------------------------------------------------------------------------------------------------------------
+# --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 def _name(node: fx.Node) -> str:
@@ -595,7 +607,7 @@ def _flops(module: fx.GraphModule) -> tuple[float, float]:
 
 
 def _product(node: fx.Node, name: str) -> float:
-    first = value_of(node.args[1 if name in ("addmm", "baddbmm") else 0])
+    first = value_of(argument(node, 1 if name in ("addmm", "baddbmm") else 0))
     out = value_of(node)
     if name == "grouped_outer":
         return 2.0 * _hint(first.shape[0]) * _hint(out.shape[1]) * _hint(out.shape[2])

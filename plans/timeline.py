@@ -101,7 +101,7 @@ def model_flops(model: ModelCost, strategy: Strategy) -> float:
     return 3.0 * once + 3.5 * model.attention_flops(1, strategy.seq) * rows
 
 
-# --- closed form -------------------------------------------------------------------------------------------------------
+# --- closed form ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

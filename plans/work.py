@@ -156,7 +156,7 @@ def _attention(size: SegmentSizes, cluster: Cluster, strategy: Strategy, backwar
 
 
 def _tp(size: SegmentSizes, cluster: Cluster, strategy: Strategy) -> float:
-    """What tensor parallelism exchanges in one pass: an all_reduce (or its two halves) after each cut pair of weights."""
+    """What tensor parallelism exchanges in a pass: an all_reduce (or its two halves) after each cut pair of weights."""
     if strategy.tp == 1:
         return 0.0
     joins = sum(1 for m in size.matmuls if m.cut == "rows")

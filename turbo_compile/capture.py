@@ -133,7 +133,7 @@ def _trace(model: PreTrainedModel, signature: Signature, inputs: Inputs, device:
             )
         else:
             out = forward(model, input_ids=ids, position_ids=positions, **keywords)
-        token = {"logprobs": inputs.logprobs, "entropy": inputs.entropy}
+        token: dict[str, Any] = {"logprobs": inputs.logprobs, "entropy": inputs.entropy}
         return tuple(token[name] if name in token else out[name] for name in signature.outputs)
 
     try:

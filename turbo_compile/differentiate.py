@@ -18,8 +18,35 @@ from turbo_compile.ir.segments import writes
 
 # What gives, or may give, another name to the memory of its first argument.
 _VIEWS = frozenset(
-    "getattr getitem view view_as reshape flatten unflatten transpose permute t swapaxes movedim squeeze unsqueeze "
-    "expand expand_as narrow select chunk split tensor_split unbind contiguous to float type_as diagonal".split()
+    [
+        "getattr",
+        "getitem",
+        "view",
+        "view_as",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "t",
+        "swapaxes",
+        "movedim",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+        "narrow",
+        "select",
+        "chunk",
+        "split",
+        "tensor_split",
+        "unbind",
+        "contiguous",
+        "to",
+        "float",
+        "type_as",
+        "diagonal",
+    ]
 )
 
 

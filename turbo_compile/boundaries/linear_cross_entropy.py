@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from turbo_compile.errors import UnsupportedOp
-from turbo_compile.ir.locality import Placement, declare
+from turbo_compile.ir.locality import Placement, Role, declare
 from turbo_compile.kernels import linear_cross_entropy as kernel
 from turbo_compile.kernels.cross_entropy import accumulate_dtype
 
@@ -44,7 +44,7 @@ linear_cross_entropy = torch.ops.turbo_compile.linear_cross_entropy.default
 linear_logprobs = torch.ops.turbo_compile.linear_logprobs.default
 linear_logprobs_backward = torch.ops.turbo_compile.linear_logprobs_backward.default
 
-_GIVEN = ("tokens", "replicate", "replicate", "tokens", "replicate")
+_GIVEN: tuple[Role, ...] = ("tokens", "replicate", "replicate", "tokens", "replicate")
 PLACEMENTS = {
     linear_cross_entropy: Placement(_GIVEN, ("partial", "tokens", "partial", "partial")),
     linear_logprobs: Placement(_GIVEN, ("partial", "tokens", "tokens", "tokens")),

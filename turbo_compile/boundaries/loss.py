@@ -165,11 +165,14 @@ def _logprobs_backward(
     entropy: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    grads = (torch.zeros_like(lse) if grad is None else grad.to(lse.dtype) for grad in (grad_logprobs, grad_entropy))
+    d_logprobs, d_entropy = (
+        torch.zeros(lse.numel(), dtype=lse.dtype, device=lse.device) if grad is None else grad.reshape(-1).to(lse.dtype)
+        for grad in (grad_logprobs, grad_entropy)
+    )
     made = logits.clone(memory_format=torch.contiguous_format)
     rows = made.view(-1, logits.shape[-1])
-    flat = (each.reshape(-1) for each in (targets, lse, entropy, *grads))
-    softmax_rows.gradient_(rows, *flat, 1.0, 0.0)
+    targets, lse, entropy = (each.reshape(-1) for each in (targets, lse, entropy))
+    softmax_rows.gradient_(rows, targets, lse, entropy, d_logprobs, d_entropy, 1.0, 0.0)
     return made
 
 

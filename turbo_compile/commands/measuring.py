@@ -96,7 +96,7 @@ class Effort:
     def of(cls, device: torch.device, quick: bool) -> Effort:
         if device.type == "cpu":
             messages = tuple(2**power for power in range(10, 25 if quick else 27, 2))
-            sizes = (32, 64, 128, 256, 512) if quick else (32, 64, 128, 256, 512, 1024, 2048)
+            sizes: tuple[int, ...] = (32, 64, 128, 256, 512) if quick else (32, 64, 128, 256, 512, 1024, 2048)
             return cls(sizes, (64, 256, 1024) if quick else (64, 256, 1024, 4096), 2**26, messages, 5 if quick else 15)
         messages = tuple(2**power for power in range(12, 29 if quick else 31, 2))
         sizes = (256, 512, 1024, 2048, 4096, 8192) if quick else (128, 256, 512, 1024, 2048, 4096, 8192, 16384)

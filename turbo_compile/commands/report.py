@@ -59,8 +59,8 @@ def _compared(found: Priced, result: SearchResult) -> Iterator[str]:
     yield "<h2>plans</h2>"
     yield "<p>The fastest of each mesh and micro-batch; shaded: within the model's own error of the best.</p>"
     ties = {each.family for each in result.ties}
-    names = ("dp", "fsdp", "sp", "ep", "micro", "accumulation", "recompute", "reshard", "prefetch", "step s")
-    names += ("tokens/s/GPU", "MFU", "peak GiB", "margin GiB", "exposed s")
+    names: tuple[str, ...] = ("dp", "fsdp", "sp", "ep", "micro", "accumulation", "recompute", "reshard", "prefetch")
+    names += ("step s", "tokens/s/GPU", "MFU", "peak GiB", "margin GiB", "exposed s")
     rows = (
         ("tie" if each.family in ties else "", _cells(each, result.budget_bytes)) for each in result.families[:_ROWS]
     )

@@ -56,7 +56,7 @@ def search_model(options: SearchOptions) -> Priced:
     model = cost_of(options.model, options.base)
     captured = time.perf_counter()
     result = search(model, cluster, request, options.base)
-    found_by = {"model": options.model, "cluster": options.cluster, "memory": request.memory}
+    found_by: dict[str, Any] = {"model": options.model, "cluster": options.cluster, "memory": request.memory}
     found_by |= {"fix": dict(request.fixed)} if request.fixed else {}
     plan = plan_of(result.best, model, options.base, found_by)
     seconds = {"capture": captured - began, "search": time.perf_counter() - captured}

@@ -21,7 +21,7 @@ from turbo_compile.ir.program import Compute, Segment
 from turbo_compile.ir.segments import clone_module
 
 MODES = ("none", "selective", "full")
-_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "linear")
+_MATMULS: tuple[str, ...] = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "linear")
 _MATMULS += ("gathered_mm", "gated_mm", "gated_mm_combine")
 _KEPT = ("attention", "dispatch", "route")
 _OWN_STORAGE = ("non_alias", "unsafe_view_alias")  # AOTAutograd's words for outputs that share no memory

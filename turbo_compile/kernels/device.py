@@ -26,7 +26,7 @@ if HAS_TRITON:
 
     INTERPRETED = bool(triton.knobs.runtime.interpret)
 else:
-    from torch.library import custom_op as kernel_op  # the reference is all there is
+    from torch.library import custom_op as kernel_op  # type: ignore[assignment]  # the reference is all there is
 
     INTERPRETED = False
 

@@ -46,7 +46,7 @@ class Gate:
 def activate(gate: Gate, pre: Tensor) -> Tensor:
     if not takes_kernel(pre):
         dtype = accumulate_dtype(pre)
-        x, y = (None if each is None else each.to(dtype) for each in _halves(gate, pre))
+        x, y = _halves(gate, pre.to(dtype))
         value, _ = _activation(gate, _limited(gate, x))
         return _product(gate, value, y).to(pre.dtype)
     pre = pre if pre.stride(1) == 1 else pre.contiguous()
@@ -104,7 +104,7 @@ def _activate_backward(
     gate: Gate, grad: Tensor, pre: Tensor, order: Tensor | None, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     dtype = accumulate_dtype(pre, weights)
-    x, y = (None if each is None else each.to(dtype) for each in _halves(gate, pre))
+    x, y = _halves(gate, pre.to(dtype))
     value, slope = _activation(gate, _limited(gate, x))
     out, given, grad_weights = _product(gate, value, y), grad.to(dtype), None
     if weights is not None and order is not None:

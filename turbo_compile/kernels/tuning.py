@@ -57,8 +57,9 @@ _AMD = Tuning(
     single_outer=MatmulTile(64, 64, 32, 4, 2),
     grouped_mm="triton",
 )
+_PASS = PassTile(4, 16, 4)
 _SMALL = MatmulTile(16, 16, 16, 4, 2)
-_INTERPRETED = Tuning(_SMALL, _SMALL, _SMALL, _SMALL, *[PassTile(4, 16, 4)] * 3, grouped_mm="triton")
+_INTERPRETED = Tuning(_SMALL, _SMALL, _SMALL, _SMALL, _PASS, _PASS, _PASS, "triton")
 TUNING = {
     "default": _NVIDIA,
     "sm_90": _NVIDIA,
