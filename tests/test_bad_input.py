@@ -276,7 +276,7 @@ def test_a_mesh_that_is_not_the_world_is_refused_on_all_ranks(world: World, mesh
 # --- a rank that dies, hangs or fails: the others stop in time, with its reason ---------------------------------------
 
 TIMEOUT_S = 3
-FAILING = {"forward": 1, "backward": 1, "compile": 0, "hang": 1, "die": 1}
+FAILING = {"forward": 1, "backward": 1, "compile": 0, "hang": 1, "die": 1, "compile and die": 0}
 
 
 @pytest.fixture(scope="module")
@@ -304,12 +304,12 @@ def stopped(how: str) -> tuple[str, str, float]:
     """One rank fails as told during a call; the error this rank sees, and after how many seconds."""
     impatient()
     rank, model = dist.get_rank(), turbo_compile(tiny(), backend="eager")
-    if how != "compile":
+    if not how.startswith("compile"):
         trained(model)
         dist.barrier()
     began = time.monotonic()
     try:
-        fail(model, how if rank == FAILING[how] else "")
+        fail(model, how if rank == FAILING[how] or how == "compile and die" else "")
         trained(model)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - began
@@ -327,6 +327,9 @@ def fail(model: Any, how: str) -> None:
             executables.update({signature: replace(e, forward=raises) for signature, e in executables.items()})
         case "backward":
             executables.update({signature: replace(e, backward=raises) for signature, e in executables.items()})
+        case "compile and die":  # on both ranks: rank 0 goes first
+            quick = timedelta(seconds=0.2)
+            runtime_of(model).build = lambda _: first_rank_first(lambda: os._exit(7), quick)  # type: ignore[assignment,return-value]
         case "compile":
             runtime_of(model).build = lambda _: first_rank_first(raises)  # type: ignore[assignment,return-value]
 
@@ -338,13 +341,14 @@ def fail(model: Any, how: str) -> None:
         ("backward", "rank 1 failed: ValueError: planted"),
         ("compile", "rank 0 failed: ValueError: planted"),
         ("hang", "another rank is gone or did not answer in time"),
-        ("die", "another rank is gone or did not answer in time"),  # last: the ranks start afresh after it
+        ("die", "another rank is gone or did not answer in time"),  # the ranks start afresh after it
+        ("compile and die", "rank 0 has shown no sign of life for 2 s while it compiled"),
     ],
 )
 def test_a_rank_that_fails_stops_the_others_in_time(mortals: World, how: str, words: str) -> None:
     outcomes = mortals.outcomes(stopped, how)
     failing, other = FAILING[how], 1 - FAILING[how]
-    if how == "die":
+    if "die" in how:
         assert not outcomes[failing][0] and "exit code 7" in outcomes[failing][1]
     assert outcomes[other][0], outcomes[other][1]
     kind, said, seconds = outcomes[other][1]
