@@ -22,6 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from turbo_compile.boundaries.router import router_counts
 from turbo_compile.ir.program import Call, Parameter, Program, Segment, Source, StepProgram
+from turbo_compile.ir.segments import clone_module
 
 HIDDEN, WIDE, VOCABULARY = 8, 12, 10
 
@@ -177,7 +178,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def copied_program(program: Program) -> Program:
-    return replace(program, graph=copied(program.graph))
+    segments = {name: replace(each, module=clone_module(each.module)) for name, each in program.segments.items()}
+    return replace(program, graph=copied(program.graph), segments=segments)
 
 
 def copied_step(step: StepProgram) -> StepProgram:

@@ -1,4 +1,4 @@
-"""Many ranks in one process, a thread each: the real program, lowered for each rank, its messages handed over in memory.
+"""Many ranks in one process, a thread each: the real program, lowered for each, its messages handed over in memory.
 
 It costs a capture and no processes, so it reaches worlds of 8 and 16 that a small machine cannot start.
 """
@@ -24,7 +24,7 @@ from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.capture import Signature
 from turbo_compile.dtypes import choose_dtypes
 from turbo_compile.ir.mesh import Axes
-from turbo_compile.ir.placement import Layout, layouts
+from turbo_compile.ir.placement import layouts
 from turbo_compile.ir.program import source
 from turbo_compile.lower import Executable, lower
 from turbo_compile.plans.plan import Plan
@@ -33,27 +33,46 @@ from turbo_compile.plans.sections import Mesh
 _CPU = torch.device("cpu")
 
 
-def simulate(model: Any, plan: Plan, batch: Batch, router: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss each rank of `plan.mesh` sees of the global `batch`, and every whole gradient."""
-    dtypes = choose_dtypes(model, plan.dtype)
-    weights = {fqn: p.detach() for fqn, p in model.named_parameters()}
-    signature = Signature(True, False, True, True, router, trainable=frozenset(weights))
-    step = trace(model, plan, signature, dtypes, _CPU, None)
-    placed = layouts(plan, {fqn: (p.shape, p.dtype) for fqn, p in weights.items()})
-    world, network = plan.mesh.dp * plan.mesh.shard, _Network()
-    reads = [_rows(batch, model, plan.mesh, rank) for rank in range(world)]
-    fields = _fields(reads, plan.mesh)
+class Simulation:
+    """A model under a plan, on all the ranks of the plan's mesh. The model's weights are read at each step."""
 
-    def one(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
-        axes = _axes(plan.mesh, rank)
-        executable = lower(step, axes, placed, dtypes.reduce, {}, "eager")
-        shards = {fqn: p[slice(*placed[fqn].rows(axes.coordinates["shard"]))] for fqn, p in weights.items()}
-        return network.as_rank(rank, lambda: _step(executable, model, shards, fields[rank]))
+    def __init__(self, model: Any, plan: Plan) -> None:
+        self.model, self.mesh = model, plan.mesh
+        self.weights = {fqn: p.detach() for fqn, p in model.named_parameters()}
+        self.layouts = layouts(plan, {fqn: (p.shape, p.dtype) for fqn, p in self.weights.items()})
+        dtypes = choose_dtypes(model, plan.dtype)
+        signature = Signature(True, False, True, True, trainable=frozenset(self.weights))
+        step = trace(model, plan, signature, dtypes, _CPU, None)
+        self.axes = [_axes(plan.mesh, rank) for rank in range(plan.mesh.dp * plan.mesh.shard)]
+        self.executables = [lower(step, axes, self.layouts, dtypes.reduce, {}, "eager") for axes in self.axes]
 
-    with mock.patch.object(exchange, "_c10d", network), ThreadPoolExecutor(world) as pool:
-        results = list(pool.map(one, range(world)))
-    losses = [float(loss) for loss, _ in results]
-    return losses, {fqn: _whole(placed[fqn], plan.mesh, [g[fqn] for _, g in results]) for fqn in results[0][1]}
+    def step(self, batch: Batch) -> tuple[list[float], dict[str, Tensor]]:
+        """The loss each rank sees of the global `batch`, and every whole gradient."""
+        network = _Network()
+        fields = _fields([self._rows(batch, rank) for rank in range(len(self.axes))], self.mesh)
+
+        def one(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+            place = self.axes[rank].coordinates["shard"]
+            shards = {fqn: p[slice(*self.layouts[fqn].rows(place))] for fqn, p in self.weights.items()}
+            return network.as_rank(rank, lambda: _step(self.executables[rank], self.model, shards, fields[rank]))
+
+        with mock.patch.object(exchange, "_c10d", network), ThreadPoolExecutor(len(self.axes)) as pool:
+            results = list(pool.map(one, range(len(self.axes))))
+        return [float(loss) for loss, _ in results], {fqn: self._whole(fqn, results) for fqn in results[0][1]}
+
+    def _rows(self, batch: Batch, rank: int) -> Read:
+        """The rows of the global batch that rank `rank` passes."""
+        parts, part = self.mesh.dp * self.mesh.fsdp, rank // self.mesh.sp
+        own = {key: v.tensor_split(parts)[part] if isinstance(v, Tensor) and v.dim() else v for key, v in batch.items()}
+        return read_batch(own, self.model.config, _CPU, self.model.config.vocab_size)
+
+    def _whole(self, fqn: str, results: list[tuple[Tensor, dict[str, Tensor]]]) -> Tensor:
+        """A gradient from the parts of all ranks; what several ranks hold must be equal."""
+        parts, shard = [gradients[fqn] for _, gradients in results], self.mesh.shard
+        if self.layouts[fqn].sharded:
+            parts = [torch.cat(parts[first : first + shard]) for first in range(0, len(parts), shard)]
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
 
 
 def _step(
@@ -94,13 +113,6 @@ def _step(
     return results[0], dict(zip(names, (g for each in gradients for g in each), strict=True))
 
 
-def _rows(batch: Batch, model: Any, mesh: Mesh, rank: int) -> Read:
-    """The rows of the global batch that rank `rank` passes."""
-    parts, part = mesh.dp * mesh.fsdp, rank // mesh.sp
-    own = {key: v.tensor_split(parts)[part] if isinstance(v, Tensor) and v.dim() else v for key, v in batch.items()}
-    return read_batch(own, model.config, _CPU, model.config.vocab_size)
-
-
 def _fields(reads: list[Read], mesh: Mesh) -> list[dict[str, Tensor]]:
     own = [read.cut(MODEL_ENTRY, rank % mesh.sp, mesh.sp) for rank, read in enumerate(reads)]
     common = {
@@ -129,14 +141,6 @@ def _axes(mesh: Mesh, rank: int) -> Axes:
         groups[axis] = SimpleNamespace(group_name=" ".join(str(first + i * stride) for i in range(size)))
     sizes = {axis: size for axis, (size, _) in strides.items()}
     return Axes(None, _CPU, sizes, coordinates, groups)  # type: ignore[arg-type]
-
-
-def _whole(layout: Layout, mesh: Mesh, parts: list[Tensor]) -> Tensor:
-    """A gradient from the parts of all ranks; what several ranks hold must be equal."""
-    copies = [parts[d * mesh.shard : (d + 1) * mesh.shard] for d in range(mesh.dp)]
-    joined = [torch.cat(each) for each in copies] if layout.sharded else parts
-    assert all(torch.equal(each, joined[0]) for each in joined)
-    return joined[0]
 
 
 @dataclass

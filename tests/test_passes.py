@@ -7,16 +7,20 @@ import warnings
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
+from tests.families import config_of
 from tests.programs import chain, copied_program, copied_step
+from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.capture import Signature, capture
 from turbo_compile.differentiate import differentiate
 from turbo_compile.ir.program import Program, StepProgram
 from turbo_compile.ir.runner import run
 from turbo_compile.ir.text import show
+from turbo_compile.passes.experts import ExpertParallel
 from turbo_compile.passes.prefetch import Prefetch
 from turbo_compile.passes.recompute import Recompute
+from turbo_compile.passes.sequence import SequenceParallel
 from turbo_compile.passes.shard import ShardParameters
 from turbo_compile.passes.statistics import SumOverRanks
 
@@ -26,6 +30,15 @@ BLOCKS = ("model.layers.0", "model.layers.1")
 def picture(program: Program | StepProgram) -> str:
     """The text, without how many bytes calls save: that is torch's partitioner's choice, and moves with its version."""
     return re.sub(r"saves [\d.]+ .*", "saves values", show(program))
+
+
+def caught(config: PreTrainedConfig) -> Program:
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config)
+    names = [name for name, _ in model.named_parameters()]
+    signature = Signature(loss=True, logits=False, training=True, differentiable=True, trainable=frozenset(names))
+    return capture(model, signature, dict.fromkeys(names, torch.bfloat16), torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +53,7 @@ def captured() -> Program:
         head_dim=8,
         tie_word_embeddings=False,
     )
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        model = Qwen3ForCausalLM(config)
-    names = [name for name, _ in model.named_parameters()]
-    signature = Signature(loss=True, logits=False, training=True, differentiable=True, trainable=frozenset(names))
-    return capture(model, signature, dict.fromkeys(names, torch.bfloat16), torch.device("cpu"))
+    return caught(config)
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +85,27 @@ def test_sum_over_ranks(program, snapshot):
 def test_sum_over_ranks_of_router_counts(snapshot):
     program = chain(routed=True)
     run([SumOverRanks()], program)
+    snapshot(picture(program))
+
+
+def test_sequence_parallel(program, snapshot):
+    run([SequenceParallel(2, MODEL_ENTRY)], program)
+    snapshot(picture(program))
+
+
+def test_sequence_parallel_of_windows_and_whole_rows(snapshot):
+    """Gemma 3: a block that sees a window of tokens, and one that sees all."""
+    program = caught(
+        config_of("gemma3", 2, sliding_window_pattern=2, layer_types=["sliding_attention", "full_attention"])
+    )
+    before = picture(program)
+    run([SequenceParallel(4, MODEL_ENTRY)], program)
+    snapshot(before + "\n" + picture(program))
+
+
+def test_expert_parallel(snapshot):
+    program = caught(config_of("qwen3_moe", 2))
+    run([ExpertParallel(2, 1)], program)
     snapshot(picture(program))
 
 
