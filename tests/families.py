@@ -164,6 +164,7 @@ _FAMILIES |= {  # mixtures that only the tests of experts train; the hybrids wit
     "llama4": (Llama4ForCausalLM, _llama4),
 }
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+WITH_ROUTER_LOSS = ("qwen3_moe", "mixtral", "gpt_oss")
 
 
 def config_of(family: str, layers: int = 2, **changes: Any) -> PreTrainedConfig:

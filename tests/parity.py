@@ -46,7 +46,7 @@ def run_eager(model: Any, batch: Batch) -> Any:
 
 
 def gradient_errors(reference: Any, model: Any) -> dict[str, float]:
-    """By parameter: |ours - reference| / |reference|. A vanishing reference is compared absolutely, scaled to match."""
+    """By parameter, see `gradient_error`."""
     errors = {}
     ours = dict(model.named_parameters())
     assert list(ours) == [fqn for fqn, _ in reference.named_parameters()]
@@ -60,28 +60,26 @@ def gradient_errors(reference: Any, model: Any) -> dict[str, float]:
             assert q.grad.placements == q.placements and q.grad.device_mesh == q.device_mesh
         gradient = whole(q.grad)
         assert not gradient.isnan().any(), f"{fqn}: NaN"
-        size = p.grad.norm()
-        difference = float((gradient - p.grad).norm())
-        errors[fqn] = difference / float(size) if size > _VANISHING else difference / _NOISE * 1e-5
+        errors[fqn] = gradient_error(gradient, p.grad)
     return errors
 
 
-def check_step(reference: Any, model: Any, batch: Batch, tolerance: float = 1e-5) -> float:
-    """One forward and backward of both on the global `batch`; returns the reference's loss.
+def gradient_error(ours: Tensor, reference: Tensor) -> float:
+    """|ours - reference| / |reference|. A vanishing reference is compared absolutely, scaled to match."""
+    size, difference = float(reference.norm()), float((ours - reference).norm())
+    return difference / size if size > _VANISHING else difference / _NOISE * 1e-5
 
-    The reference runs on every rank, over all rows; the compiled model gets this rank's.
-    """
+
+def eager_step(reference: Any, batch: Batch) -> Any:
+    """What the plain model makes of the global batch, its gradients left in place."""
     reference.zero_grad()
     expected = run_eager(reference, batch)
     expected.loss.backward()
-    out = _check_ours(reference, expected.loss.item(), model, batch, tolerance)
-    if getattr(expected, "aux_loss", None) is not None:
-        assert abs(out.aux_loss.item() - expected.aux_loss.item()) < tolerance
-    return expected.loss.item()
+    return expected
 
 
-def check_documents(reference: Any, model: Any, batch: Batch, tolerance: float = 1e-5) -> float:
-    """Like `check_step` for a packed batch, but the reference reads each document alone: eager mixes them at times."""
+def eager_documents(reference: Any, batch: Batch) -> float:
+    """The loss of a packed batch, read a document at a time (eager mixes them at times), gradients left in place."""
     reference.zero_grad()
     total = int((batch["labels"][:, 1:] != -100).sum())
     loss = 0.0
@@ -91,6 +89,24 @@ def check_documents(reference: Any, model: Any, batch: Batch, tolerance: float =
             part = run_eager(reference, {"input_ids": row, "labels": row, "num_items_in_batch": total}).loss
             part.backward()
             loss += part.item()
+    return loss
+
+
+def check_step(reference: Any, model: Any, batch: Batch, tolerance: float = 1e-5) -> float:
+    """One forward and backward of both on the global `batch`; returns the reference's loss.
+
+    The reference runs on every rank, over all rows; the compiled model gets this rank's.
+    """
+    expected = eager_step(reference, batch)
+    out = _check_ours(reference, expected.loss.item(), model, batch, tolerance)
+    if getattr(expected, "aux_loss", None) is not None:
+        assert abs(out.aux_loss.item() - expected.aux_loss.item()) < tolerance
+    return expected.loss.item()
+
+
+def check_documents(reference: Any, model: Any, batch: Batch, tolerance: float = 1e-5) -> float:
+    """Like `check_step` for a packed batch."""
+    loss = eager_documents(reference, batch)
     _check_ours(reference, loss, model, batch, tolerance)
     return loss
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.parity import Batch
+from tests.parity import Batch, eager_documents, eager_step, gradient_error
 from turbo_compile import exchange
 from turbo_compile.api import trace
 from turbo_compile.batch import Batch as Read
@@ -23,6 +23,7 @@ from turbo_compile.batch import read_batch
 from turbo_compile.boundaries.sequence import MODEL_ENTRY
 from turbo_compile.capture import Signature
 from turbo_compile.dtypes import choose_dtypes
+from turbo_compile.huggingface import expert_counts
 from turbo_compile.ir.mesh import Axes
 from turbo_compile.ir.placement import layouts
 from turbo_compile.ir.program import source
@@ -36,14 +37,17 @@ _CPU = torch.device("cpu")
 class Simulation:
     """A model under a plan, on all the ranks of the plan's mesh. The model's weights are read at each step."""
 
-    def __init__(self, model: Any, plan: Plan) -> None:
-        self.model, self.mesh = model, plan.mesh
+    def __init__(self, model: Any, plan: dict[str, Any]) -> None:
+        resolved = Plan.of(plan)
+        self.model, self.mesh = model, resolved.mesh
         self.weights = {fqn: p.detach() for fqn, p in model.named_parameters()}
-        self.layouts = layouts(plan, {fqn: (p.shape, p.dtype) for fqn, p in self.weights.items()})
-        dtypes = choose_dtypes(model, plan.dtype)
-        signature = Signature(True, False, True, True, trainable=frozenset(self.weights))
-        step = trace(model, plan, signature, dtypes, _CPU, None)
-        self.axes = [_axes(plan.mesh, rank) for rank in range(plan.mesh.dp * plan.mesh.shard)]
+        experts = tuple(expert_counts(model)) if self.mesh.ep > 1 else ()
+        self.layouts = layouts(resolved, {fqn: (p.shape, p.dtype) for fqn, p in self.weights.items()}, experts)
+        dtypes = choose_dtypes(model, resolved.dtype)
+        router = bool(getattr(model.config, "output_router_logits", False))
+        signature = Signature(True, False, True, True, router, trainable=frozenset(self.weights))
+        step = trace(model, resolved, signature, dtypes, _CPU, None)
+        self.axes = [_axes(self.mesh, rank) for rank in range(self.mesh.dp * self.mesh.shard)]
         self.executables = [lower(step, axes, self.layouts, dtypes.reduce, {}, "eager") for axes in self.axes]
 
     def step(self, batch: Batch) -> tuple[list[float], dict[str, Tensor]]:
@@ -59,6 +63,26 @@ class Simulation:
         with mock.patch.object(exchange, "_c10d", network), ThreadPoolExecutor(len(self.axes)) as pool:
             results = list(pool.map(one, range(len(self.axes))))
         return [float(loss) for loss, _ in results], {fqn: self._whole(fqn, results) for fqn in results[0][1]}
+
+    def check_step(self, batch: Batch) -> None:
+        """One forward and backward on the global batch, compared with the plain model's."""
+        self._check(eager_step(self.model, batch).loss.item(), batch)
+
+    def check_documents(self, batch: Batch) -> None:
+        """Like `check_step` for a packed batch, whose documents the plain model reads one by one."""
+        self._check(eager_documents(self.model, batch), batch)
+
+    def _check(self, loss: float, batch: Batch) -> None:
+        losses, gradients = self.step(batch)
+        assert max(abs(each - loss) for each in losses) < 1e-5 * max(1.0, abs(loss)), (losses, loss)
+        errors = {}
+        for fqn, p in self.model.named_parameters():
+            assert (p.grad is not None) == (fqn in gradients), fqn
+            if p.grad is not None:
+                assert not gradients[fqn].isnan().any(), fqn
+                errors[fqn] = gradient_error(gradients[fqn], p.grad)
+        wrong = {fqn: error for fqn, error in errors.items() if not error < 1e-5}
+        assert not wrong, wrong
 
     def _rows(self, batch: Batch, rank: int) -> Read:
         """The rows of the global batch that rank `rank` passes."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import FAMILIES, MIXTURES, build
+from tests.families import FAMILIES, MIXTURES, WITH_ROUTER_LOSS, build
 from tests.parity import (
     check_documents,
     check_step,
@@ -30,7 +30,6 @@ from turbo_compile.runtime import runtime_of
 
 # Whether head and embedding are one weight: each family both ways, once in one process and once in two.
 _TIED_ALONE = ("llama", "qwen3", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3")
-_WITH_ROUTER_LOSS = ("qwen3_moe", "mixtral", "gpt_oss")
 
 
 def check_family(family: str, backend: str = "eager", plan: Any = "auto", **changes: Any) -> None:
@@ -52,7 +51,7 @@ def test_one_process(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "mixtral", "gpt_oss"])
 def test_two_ranks(world: World, family: str) -> None:
     # A share of the loss large enough to see.
-    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if family in _WITH_ROUTER_LOSS else {}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if family in WITH_ROUTER_LOSS else {}
     world.run(_two_ranks, family, family not in _TIED_ALONE, router)
 
 

@@ -5,15 +5,15 @@ Every family under every mesh is `python bench/families.py --meshes 1x2,2x2,1x4`
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.families import WINDOW, build, ids_of
+from tests.families import FAMILIES, MIXTURES, WINDOW, WITH_ROUTER_LOSS, build, ids_of
 from tests.parity import (
     check_documents,
     check_step,
@@ -25,6 +25,7 @@ from tests.parity import (
     ragged,
     run_eager,
 )
+from tests.simulated import Simulation
 from tests.world import World
 from turbo_compile import collectives
 from turbo_compile.api import trace
@@ -42,7 +43,19 @@ from turbo_compile.runtime import runtime_of
 # --- families --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "phi3", "olmo2", "gemma3", "qwen3_moe", "deepseek_v3"])
+MESHES = ({"sp": 2}, {"fsdp": 2, "sp": 2}, {"sp": 4})
+
+
+@pytest.mark.parametrize(("family", "mesh"), list(zip(FAMILIES, cycle(MESHES), strict=False)))
+def test_every_family(family: str, mesh: dict[str, int]) -> None:
+    ranks = Simulation(build(family, **_router(family)), {"mesh": mesh})
+    for batch in (plain(16), padded("left", 15)):
+        ranks.check_step(batch)
+    if family not in MIXTURES:
+        ranks.check_documents(packed(21))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_two_chunks(world: World, family: str) -> None:
     world.run(_family, family, {"mesh": {"sp": 2}})
 
@@ -52,25 +65,40 @@ def test_two_chunks(world: World, family: str) -> None:
     [
         ("gemma3", {"mesh": {"fsdp": 2, "sp": 2}, "recompute": "selective", "schedule": {"reshard": False}}),
         ("llama", {"mesh": {"dp": 2, "sp": 2}, "recompute": "full"}),
-        ("gpt_oss", {"mesh": {"sp": 4}, "replicate_below": 1000, "batch": {"shapes": "static"}}),
+        ("gpt_oss", {"mesh": {"sp": 4}, "replicate_below": 1000}),
     ],
 )
-def test_plans(four: World, family: str, plan: dict[str, Any]) -> None:
-    four.run(_family, family, plan, timeout=300)
+def test_plans(family: str, plan: dict[str, Any]) -> None:
+    ranks = Simulation(build(family, **_router(family)), plan)
+    for batch in (ragged(19), padded("right", 18)):
+        ranks.check_step(batch)
+
+
+def test_static_shapes(world: World) -> None:
+    world.run(_static)
+
+
+def _static() -> None:
+    reference = build("gpt_oss", **_router("gpt_oss"))
+    model = compiled(reference, {"mesh": {"sp": 2}, "batch": {"shapes": "static"}})
+    for batch in (plain(16), padded("left", 19)):
+        check_step(reference, model, batch)
+    assert len(runtime_of(model).executables) == 2
+
+
+def _router(family: str) -> dict[str, Any]:
+    """A share of the router's loss large enough to see."""
+    return {"output_router_logits": True, "router_aux_loss_coef": 0.5} if family in WITH_ROUTER_LOSS else {}
 
 
 def _family(family: str, plan: dict[str, Any]) -> None:
     """One model, many layouts: nothing of a call stays in the next, and no length compiles anew."""
-    mixture = family in ("qwen3_moe", "mixtral", "gpt_oss")
-    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if mixture else {}
-    reference = build(family, **router)
+    reference = build(family)
     model = compiled(reference, plan)
     for batch in (plain(16), ragged(19), padded("left", 15), padded("right", 18)):
         check_step(reference, model, batch)
-    if not mixture:  # whose statistics mix documents
-        check_documents(reference, model, packed(21))
-    if plan.get("batch", {}).get("shapes") != "static":
-        assert len(runtime_of(model).executables) == 1
+    check_documents(reference, model, packed(21))
+    assert len(runtime_of(model).executables) == 1
 
 
 def test_frequencies_that_follow_the_longest_row(four: World) -> None:
@@ -128,7 +156,7 @@ SHAPES = st.fixed_dictionaries(
         "heads": st.sampled_from([(4, 1), (4, 2), (6, 3), (3, 1), (3, 3), (5, 5), (8, 2)]),
         "width": st.sampled_from([4, 8, 12]),
         "window": st.sampled_from([None, WINDOW, 2]),
-        "mesh": st.sampled_from([{"sp": 4}, {"fsdp": 2, "sp": 2}, {"dp": 2, "sp": 2}]),
+        "mesh": st.sampled_from([{"sp": 4}, {"fsdp": 2, "sp": 2}, {"dp": 2, "sp": 2}, {"sp": 8}]),
         "batches": st.lists(
             st.fixed_dictionaries(
                 {
@@ -145,28 +173,19 @@ SHAPES = st.fixed_dictionaries(
 
 
 @given(SHAPES)
-@settings(
-    max_examples=3,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-def test_drawn_shapes(four: World, drawn: dict[str, Any]) -> None:
-    four.run(_drawn, drawn, timeout=300)
-
-
-def _drawn(drawn: dict[str, Any]) -> None:
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+def test_drawn_shapes(drawn: dict[str, Any]) -> None:
     query, key = drawn["heads"]
     window = {"sliding_window": drawn["window"]} if drawn["window"] else {"sliding_window": None}
     sizes = {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": drawn["width"]}
-    reference = build("mistral", 1, hidden_size=24, **sizes, **window)
-    model = compiled(reference, {"mesh": drawn["mesh"]})
+    ranks = Simulation(build("mistral", 1, hidden_size=24, **sizes, **window), {"mesh": drawn["mesh"]})
     for each in drawn["batches"]:
         rows, length = each["rows"] * 2, each["length"]
         ids = ids_of(rows, length)
         starts = sorted({0, *(cut for cut in each["cuts"] if cut < length), length})
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)]).expand(rows, -1)
         batch = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
-        check_documents(reference, model, batch)
+        ranks.check_documents(batch)
 
 
 # --- what a rank holds -----------------------------------------------------------------------------------------------
