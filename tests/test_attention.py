@@ -391,6 +391,10 @@ def test_counter_random() -> None:
     bits = [((draws[0] * 2**24).long() ^ (uniform(seeds[0], counter ^ (1 << b)) * 2**24).long()) for b in (0, 17, 40)]
     flips = torch.stack([(word.unsqueeze(1) >> torch.arange(24) & 1).float().mean(0) for word in bits])
     assert (flips - 0.5).abs().max() < 0.02
+    calls = [fork(seeds[0], call) for call in range(3)]
+    masks = torch.stack([dropout(torch.ones(n), 0.5, call, site) for call in calls for site in range(3)])
+    assert (masks.mean(1) - 1).abs().max() < 5 / math.sqrt(n)
+    assert (torch.corrcoef(masks) - torch.eye(len(masks))).abs().max() < 5 / math.sqrt(n)
 
 
 def test_dropout_in_a_traced_graph() -> None:

@@ -27,6 +27,7 @@ from turbo_compile.boundaries.loss import causal_lm_loss
 from turbo_compile.boundaries.router import router_counts, router_loss
 from turbo_compile.errors import InvalidProgram, TurboCompileError, UnsupportedOp
 from turbo_compile.kernels import cross_entropy
+from turbo_compile.kernels import rows as row_kernels
 from turbo_compile.kernels.grouped_mm import grouped_mm
 
 OPS = torch.ops.turbo_compile
@@ -299,7 +300,7 @@ def test_dispatch_sorts_by_expert_then_token() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 def test_dispatch_and_combine_differentiate(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "CPU_CHUNK_BYTES_PER_THREAD", chunk_bytes)
+    monkeypatch.setattr(row_kernels, "CPU_CHUNK_BYTES_PER_THREAD", chunk_bytes)
     hidden, index, weights = routed(5, 2, 6, torch.float64)
     hidden, weights = with_grad(hidden[:, :3], weights)
     rows, order, offsets = dispatch(hidden, index, 6)

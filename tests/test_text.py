@@ -174,7 +174,7 @@ def test_a_pass_is_titled_with_its_options():
 
 
 def _dumped(directory: Path) -> None:
-    plan = Plan(mesh={"dp": 2, "fsdp": 2}, dtype={"reduce": "bf16"})
+    plan = Plan(mesh={"dp": 2, "fsdp": 2}, dtype={"reduce": "bf16"}, fuse=[])
     dump = open_dump(directory, plan, rank=0)
     program = chain()
     run(forward_passes(plan), program, dump=dump)

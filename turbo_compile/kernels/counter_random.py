@@ -39,18 +39,24 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Numbers in [0, 1), float32 of 24 bits: one for each counter (int64, any shape) under `seed` (0-d int64)."""
     first = _mix((seed ^ _ODD) & _LOW32)
     second = _mix(((seed >> 32) & _LOW32) ^ first)
-    word = _mix((counter & _LOW32) ^ first)
-    high = (counter >> 32) & _LOW32
-    word = _mix((word + high * _ODD + second) & _LOW32)
-    return (word >> 8).to(torch.float32) * 2.0**-24
+    return _draw(first, second, counter)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
     """`x` with each element zeroed with probability `p` and the rest scaled by 1/(1-p); differentiable in `x`.
 
-    The mask depends on the element's flattened index, on `seed` (0-d int64) and on `site`, which tells the uses of one
-    seed apart.
+    The mask depends on the element's flattened index, on `seed` (0-d int64, a number that `fork` gave: its bits are
+    used as they are, since a compiler repeats for each element what is computed of the seed) and on `site`, which tells
+    the uses of one seed apart.
     """
+    own = _mix((site ^ _ODD) & _LOW32)
+    first, second = (seed & _LOW32) ^ own, ((seed >> 32) + _mix(own ^ _ODD)) & _LOW32
     index = torch.arange(x.numel(), device=x.device).view(x.shape)
-    keep = uniform(fork(seed, site), index) >= p
-    return torch.where(keep, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0)
+    return torch.where(_draw(first, second, index) >= p, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0)
+
+
+def _draw(first: Tensor, second: Tensor, counter: Tensor) -> Tensor:
+    word = _mix((counter & _LOW32) ^ first)
+    high = (counter >> 32) & _LOW32
+    word = _mix((word + high * _ODD + second) & _LOW32)
+    return (word >> 8).to(torch.float32) * 2.0**-24
