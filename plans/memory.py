@@ -94,7 +94,7 @@ def _stage_terms(model: ModelCost, cluster: Cluster, strategy: Strategy, stage: 
     flying = in_flight(strategy, stage)
     terms["saved"] = kept * flying
     terms["block"] = max(
-        (_block_peak(size[c.segment], strategy, m) for c, m in zip(blocks, modes, strict=True)), default=0.0
+        (block_peak(size[c.segment], strategy, m) for c, m in zip(blocks, modes, strict=True)), default=0.0
     )
     scores = max((size[call.segment].logits for call in calls), default=0.0)
     logits = scores / strategy.tp * strategy.engine.logit_bytes
@@ -116,7 +116,7 @@ def in_flight(strategy: Strategy, stage: int) -> float:
     return float(waiting)
 
 
-def _block_peak(size: SegmentSizes, strategy: Strategy, mode: str) -> float:
+def block_peak(size: SegmentSizes, strategy: Strategy, mode: str) -> float:
     """What lives while a block's backward runs, beyond what all blocks keep."""
     outer = size.output / (strategy.tp if strategy.tp_sequence else 1.0)
     again = 0.0
@@ -136,5 +136,9 @@ def _gathered(model: ModelCost, strategy: Strategy, calls: tuple[CallCost, ...])
     blocks = [gathered_bytes(model.group_of(call), strategy) for call in calls if call.block]
     block = max(blocks, default=0.0)
     held = sum(blocks) if not strategy.reshard else block * (1 + strategy.prefetch)
-    gradient = max(block, largest) / max(strategy.gather_bytes, 1e-9) * (strategy.gather_bytes + strategy.reduce_bytes)
-    return max(held, largest) + gradient
+    return max(held, largest) + max(gradient_bytes(group, strategy) for group in groups)
+
+
+def gradient_bytes(group: GroupCost, strategy: Strategy) -> float:
+    """One call's whole gradient before it is reduced: as backward makes it, and as it travels."""
+    return gathered_bytes(group, strategy) * (1 + strategy.reduce_bytes / strategy.gather_bytes)

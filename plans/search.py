@@ -23,8 +23,9 @@ from turbo_compile.plans.memory import resident_terms
 from turbo_compile.plans.plan import Plan, check_supported
 from turbo_compile.plans.ranges import compress
 from turbo_compile.plans.sections import Mesh
+from turbo_compile.plans.simulation import simulate
 from turbo_compile.plans.strategy import Strategy
-from turbo_compile.plans.timeline import Prediction, predict, simulate
+from turbo_compile.plans.timeline import Prediction, predict
 from turbo_compile.plans.values import FrozenMap, divisors, listed
 
 __all__ = ["Candidate", "Request", "SearchResult", "candidate_of", "plan_of", "search"]

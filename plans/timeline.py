@@ -1,7 +1,8 @@
-"""How long a step takes and how much memory it needs: in closed form for a search, as a simulation for a reader.
+"""How long a step takes and how much memory it needs, in closed form: microseconds, for thousands of candidates.
 
-predict(model, cluster, strategy)     # microseconds to milliseconds: for thousands of candidates
-simulate(model, cluster, strategy)    # events by stream and the memory curve of one step
+prediction = predict(model, cluster, strategy)
+
+What each stream does when, and the memory over a step, is simulated in `turbo_compile.plans.simulation`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from turbo_compile.plans.rates import Ring, collective_s, memory_s
 from turbo_compile.plans.strategy import Engine, Strategy
 from turbo_compile.plans.work import Work, backward_work, forward_work, sizes
 
-__all__ = ["Engine", "Event", "Prediction", "Strategy", "Timeline", "predict", "simulate"]
+__all__ = ["Engine", "Event", "Prediction", "Strategy", "Timeline", "predict"]
 
 RELATIVE_ERROR = 0.10  # median of the step time over published runs: what ties are judged by
 
@@ -64,10 +65,10 @@ class Timeline:
 def predict(model: ModelCost, cluster: Cluster, strategy: Strategy) -> Prediction:
     """The step time and peak memory of one way to train `model` on `cluster`."""
     terms = _time_terms(model, cluster, strategy)
-    return _prediction(model, cluster, strategy, terms, memory_terms(model, cluster, strategy))
+    return prediction_of(model, cluster, strategy, terms, memory_terms(model, cluster, strategy))
 
 
-def _prediction(
+def prediction_of(
     model: ModelCost,
     cluster: Cluster,
     strategy: Strategy,
@@ -104,8 +105,13 @@ def model_flops(model: ModelCost, strategy: Strategy) -> float:
 # --- closed form ------------------------------------------------------------------------------------------------------
 
 
+def exchanges_parameters(strategy: Strategy) -> bool:
+    """Whether each call gathers its parameters and reduces their gradients; without it, a step reduces them once."""
+    return strategy.zero_stage >= 3 and strategy.shard * strategy.dp > 1
+
+
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class Unit:
     """One call of a stage, priced: compute forward and backward, its gather and its reduction."""
 
     call: CallCost
@@ -116,7 +122,7 @@ class _Unit:
 
 
 def _time_terms(model: ModelCost, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    stages = [_stage(model, cluster, strategy, stage) for stage in _different_stages(strategy)]
+    stages = [priced_stage(model, cluster, strategy, stage) for stage in _different_stages(strategy)]
     priced = [_stage_terms(units, cluster, strategy) for units in stages]
     slowest = max(priced, key=lambda terms: sum(terms.values()))
     micro = sum(slowest.values())
@@ -128,7 +134,7 @@ def _time_terms(model: ModelCost, cluster: Cluster, strategy: Strategy) -> dict[
             others = sum(sum(each.values()) for each in priced) - micro
         terms["pipeline bubble"] = max(0.0, others) / strategy.vpp
         terms["pipeline communication"] = _sends(model, cluster, strategy)
-    for name, value in _per_step(model, cluster, strategy).items():
+    for name, value in per_step_terms(model, cluster, strategy).items():
         terms[name] = terms.get(name, 0.0) + value
     return terms
 
@@ -139,8 +145,8 @@ def _different_stages(strategy: Strategy) -> tuple[int, ...]:
     return (0, strategy.pp - 1) if strategy.pp == 2 else (0, 1, strategy.pp - 1)
 
 
-def _stage(model: ModelCost, cluster: Cluster, strategy: Strategy, stage: int) -> list[_Unit]:
-    units: list[_Unit] = []
+def priced_stage(model: ModelCost, cluster: Cluster, strategy: Strategy, stage: int) -> list[Unit]:
+    units: list[Unit] = []
     total = len(model.blocks)
     calls = stage_calls(model, strategy, stage)
     place = sum(1 for call in model.calls[: model.calls.index(calls[0])] if call.block)
@@ -158,7 +164,7 @@ def _stage(model: ModelCost, cluster: Cluster, strategy: Strategy, stage: int) -
                 _gather(cluster, strategy, gathered_bytes(group, strategy)) if sharded else 0.0,
                 _reduce(cluster, strategy, gathered_bytes(group, strategy)) if sharded else 0.0,
             )
-        units.append(_Unit(call, *memo[key]))
+        units.append(Unit(call, *memo[key]))
     return units
 
 
@@ -179,7 +185,7 @@ def _shard_ring(strategy: Strategy) -> Ring:
     return Ring(strategy.shard * strategy.cp, strategy.tp)
 
 
-def _stage_terms(units: list[_Unit], cluster: Cluster, strategy: Strategy) -> dict[str, float]:
+def _stage_terms(units: list[Unit], cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """One micro-batch through one stage: compute by kind, and what communication adds to it."""
     engine = strategy.engine
     compute = _sum([unit.forward for unit in units] + [unit.backward for unit in units])
@@ -194,13 +200,13 @@ def _stage_terms(units: list[_Unit], cluster: Cluster, strategy: Strategy) -> di
     busy_back = [unit.backward.seconds + engine.call_s for unit in units]
     waited = sum(busy) + sum(busy_back) - sum(terms.values())
     terms["host"] = max(0.0, waited)
-    if strategy.zero_stage >= 3 and strategy.shard > 1:
+    if exchanges_parameters(strategy):
         terms["sharding communication"] = _exposed(units, busy, busy_back, cluster, strategy)
     return terms
 
 
 def _exposed(
-    units: list[_Unit], busy: list[float], busy_back: list[float], cluster: Cluster, strategy: Strategy
+    units: list[Unit], busy: list[float], busy_back: list[float], cluster: Cluster, strategy: Strategy
 ) -> float:
     """What gathers and reductions add to compute: those not hidden, and the slow-down of what they hide behind."""
     engine = strategy.engine
@@ -233,14 +239,11 @@ def _sends(model: ModelCost, cluster: Cluster, strategy: Strategy) -> float:
     blocks = model.blocks
     moved = sizes(model, strategy)[blocks[0].segment].output / (strategy.tp if strategy.tp_sequence else 1)
     stride = strategy.tp * strategy.cp * strategy.shard * strategy.dp
-    inside = stride < (cluster.levels[0].size or 1)
-    ring = Ring(2, stride)
-    del inside
-    each = collective_s(cluster, "send", moved, ring)
+    each = collective_s(cluster, "send", moved, Ring(2, stride))
     return 2.0 * each * strategy.vpp * (strategy.accumulation + strategy.pp - 1)
 
 
-def _per_step(model: ModelCost, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
+def per_step_terms(model: ModelCost, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Once a step: reducing replicated gradients, the norm, the optimizer, gathering sharded updates."""
     device, engine = cluster.accelerator, strategy.engine
     terms = {"host": engine.host_s}
@@ -266,9 +269,3 @@ def _per_step(model: ModelCost, cluster: Cluster, strategy: Strategy) -> dict[st
     moved += strategy.weight_bytes
     terms["optimizer"] = memory_s(device, mine * moved * (1.0 if engine.fused_optimizer else 2.5))
     return terms
-
-
-def simulate(model: ModelCost, cluster: Cluster, strategy: Strategy) -> Timeline:
-    """One step as events on the compute, gather, reduce and all_to_all streams, and its memory over time."""
-    prediction = predict(model, cluster, strategy)
-    return Timeline((), ((0.0, prediction.peak_bytes),), prediction)

@@ -18,7 +18,8 @@ from turbo_compile.plans.cost import ModelCost
 from turbo_compile.plans.explain import Explanation, explain
 from turbo_compile.plans.plan import Plan
 from turbo_compile.plans.search import Candidate, Request, SearchResult, plan_of, search
-from turbo_compile.plans.timeline import Timeline, simulate
+from turbo_compile.plans.simulation import simulate
+from turbo_compile.plans.timeline import Timeline
 from turbo_compile.plans.values import listed
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
