@@ -12,7 +12,7 @@ from typing import Any
 
 from turbo_compile.errors import PlanError
 from turbo_compile.plans.cost import ModelCost
-from turbo_compile.plans.plan import RECOMPUTE
+from turbo_compile.plans.plan import RECOMPUTE, Plan
 from turbo_compile.plans.sections import Mesh
 from turbo_compile.plans.values import (
     FrozenMap,
@@ -28,6 +28,12 @@ from turbo_compile.plans.values import (
 AXES = ("dp", "fsdp", "sp", "ep")
 PREFETCH = (0, 1, 2)
 RESHARD = (True, False)
+KEYS = {axis: f"mesh.{axis}" for axis in AXES} | {  # where a plan has what a search chooses
+    "micro": "batch.micro",
+    "recompute": "recompute",
+    "reshard": "schedule.reshard",
+    "prefetch": "schedule.prefetch",
+}
 FIXABLE = (*AXES, "micro", "recompute", "reshard", "prefetch")
 
 
@@ -127,6 +133,29 @@ def choices(mesh: Mesh, request: Request) -> Iterator[Choice]:
 def modes(request: Request) -> tuple[str, ...]:
     """What a block may keep, from the most to the least."""
     return (request.fixed["recompute"],) if "recompute" in request.fixed else RECOMPUTE
+
+
+def said(plan: Plan) -> dict[str, Any]:
+    """What a search would choose and `plan` already says.
+
+    Raises:
+        PlanError: it says so block by block, which a search cannot keep.
+    """
+    values = {
+        "dp": plan.mesh.dp,
+        "fsdp": plan.mesh.fsdp,
+        "sp": plan.mesh.sp,
+        "ep": plan.mesh.ep,
+        "micro": plan.batch.micro,
+        "recompute": plan.recompute,
+        "reshard": plan.schedule.reshard,
+        "prefetch": plan.schedule.prefetch,
+    }
+    found = {name: value for name, value in values.items() if plan.origins[KEYS[name]] != "default"}
+    for name in ("recompute", "reshard"):
+        if isinstance(found.get(name), Mapping):
+            raise PlanError(f"{KEYS[name]} by range cannot be fixed in a search; write one word for all blocks")
+    return found
 
 
 def _heads(model: ModelCost) -> set[int]:

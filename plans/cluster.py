@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -153,6 +154,20 @@ def load_cluster(name: str | PathLike[str]) -> Cluster:
             key="cluster",
         )
     return _read(path)
+
+
+def cluster_of_device(device: str) -> Cluster:
+    """The shipped cluster of an accelerator by its driver's name for it, as `NVIDIA H100 80GB HBM3`; else `generic`."""
+    words = device.lower().replace("-", " ").split()
+    for name in sorted(cluster_names(), key=len, reverse=True):  # the more special first
+        if all(word in words for word in name.split("-")):
+            return _shipped(name)
+    warnings.warn(
+        f"there is no cluster file for {device!r}: plans are priced as for a generic accelerator; "
+        "`turbo-compile calibrate` measures this one, and cluster= takes the file it writes",
+        stacklevel=2,
+    )
+    return _shipped("generic")
 
 
 def save_cluster(cluster: Cluster, path: str | PathLike[str]) -> None:

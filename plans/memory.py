@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from turbo_compile.kernels.linear_cross_entropy import BUDGET
 from turbo_compile.plans.cluster import Cluster
 from turbo_compile.plans.cost import CallCost, GroupCost, ModelCost, SegmentSizes
 from turbo_compile.plans.strategy import Strategy
@@ -97,13 +98,21 @@ def _stage_terms(model: ModelCost, cluster: Cluster, strategy: Strategy, stage: 
         (block_peak(size[c.segment], strategy, m) for c, m in zip(blocks, modes, strict=True)), default=0.0
     )
     scores = max((size[call.segment].logits for call in calls), default=0.0)
-    logits = scores / strategy.tp * strategy.engine.logit_bytes
+    logits = logits_bytes(model, scores, strategy)
     if logits > terms["block"]:  # the loss is the peak: no block is under way then
         terms["block"] = 0.0
         terms["logits"] = logits
     if (strategy.zero_stage >= 3 and strategy.shard > 1) or strategy.engine.name == "turbo_compile":
         terms["gathered"] = _gathered(model, strategy, calls)
     return terms
+
+
+def logits_bytes(model: ModelCost, scores: float, strategy: Strategy) -> float:
+    """What the loss holds for `scores` logits."""
+    whole = scores / strategy.tp * strategy.engine.logit_bytes
+    if not strategy.engine.head_fused or not scores:
+        return whole
+    return min(whole, float(BUDGET["cuda"])) + 4.0 * model.vocabulary * model.hidden
 
 
 def in_flight(strategy: Strategy, stage: int) -> float:

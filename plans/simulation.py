@@ -16,7 +16,14 @@ from itertools import groupby
 from turbo_compile.errors import PlanError
 from turbo_compile.plans.cluster import Cluster
 from turbo_compile.plans.cost import CallCost, ModelCost, SegmentSizes
-from turbo_compile.plans.memory import block_peak, gathered_bytes, gradient_bytes, resident_terms, saved_bytes
+from turbo_compile.plans.memory import (
+    block_peak,
+    gathered_bytes,
+    gradient_bytes,
+    logits_bytes,
+    resident_terms,
+    saved_bytes,
+)
 from turbo_compile.plans.strategy import Strategy
 from turbo_compile.plans.timeline import (
     Event,
@@ -165,7 +172,7 @@ class _Simulation:
 
     def _logits(self, size: SegmentSizes, start: float, end: float) -> None:
         if size.logits:
-            self.memory.hold("logits", size.logits / self.strategy.tp * self.strategy.engine.logit_bytes, start, end)
+            self.memory.hold("logits", logits_bytes(self.model, size.logits, self.strategy), start, end)
 
     def _mode(self, call: CallCost) -> str:
         blocks = self.model.blocks

@@ -28,7 +28,8 @@ class Engine:
     `attention_factor` scales the device's flash efficiency: older and newer kernels than the file's.
     `overlap` is the share of a sharded parameter's gathers and reductions that may run beside compute; of the
     gradients' reduction of replicated parameters, `overlap_gradients`. `logit_bytes` live for each logit at the
-    loss. `host_s` is what the host adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper).
+    loss; with `head_fused` a chunk of them, and the gradient of the head's weight in fp32. `host_s` is what the host
+    adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper).
     """
 
     name: str = "turbo_compile"
@@ -42,6 +43,7 @@ class Engine:
     fused_optimizer: bool = True
     experts: Literal["grouped", "loop"] = "grouped"
     logit_bytes: float = 8.0
+    head_fused: bool = False
     host_s: float = 2e-3
     call_s: float = 3e-5
     reduce_every_micro: bool = True
@@ -120,7 +122,7 @@ class Strategy:
         replicas = mesh.dp * mesh.fsdp
         accumulation = max(1, (batch.global_ or micro * replicas) // (micro * replicas))
         compute = _BYTES.get(plan.dtype.compute, model.element_bytes)
-        master = _BYTES.get(plan.dtype.master, 4)
+        master = _BYTES.get(plan.dtype.master, model.element_bytes)
         return cls(
             dp=mesh.dp,
             fsdp=mesh.fsdp,
@@ -139,6 +141,7 @@ class Strategy:
             gather_bytes=compute,
             reduce_bytes=_BYTES.get(plan.dtype.reduce, 4),
             imbalance=imbalance,
+            engine=Engine(head_fused=plan.fuse == "auto" or "linear_cross_entropy" in plan.fuse),
         )
 
 

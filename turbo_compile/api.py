@@ -22,6 +22,7 @@ from turbo_compile.ir.runner import run
 from turbo_compile.lower import BACKENDS, Executable, lower
 from turbo_compile.parameters import shard_parameters
 from turbo_compile.passes import forward_passes, step_passes
+from turbo_compile.planning import choose_plan
 from turbo_compile.plans.plan import Plan, PlanLike, check_supported, environment
 from turbo_compile.plans.values import divisors, listed
 from turbo_compile.ranks import first_rank_first
@@ -45,9 +46,10 @@ def turbo_compile(
 
     Args:
         model: a `PreTrainedModel` with weights on a device, or on meta.
-        plan: a `Plan`, a nested dict, the path of a YAML file, or "auto" (fsdp over all ranks).
-        cluster: a cluster file for the planner; unused while "auto" is fsdp over all ranks.
-        example: keyword arguments of a first call, to compile for before training starts.
+        plan: a `Plan`, a nested dict, the path of a YAML file, or "auto": the plan a search finds for `cluster`, or
+            for the accelerator at hand; on a CPU without `cluster`, fsdp over all ranks.
+        cluster: the cluster "auto" plans for: a name that comes with the package, or a file that calibrate wrote.
+        example: keyword arguments of a first call, to plan and to compile for before training starts.
         backend: "inductor", or "eager" to interpret the program (debugging).
         dump: a directory for the program after every pass.
 
@@ -58,6 +60,8 @@ def turbo_compile(
     _check(model, backend)
     device = _device(model)
     ensure_process_group(device)
+    if plan == "auto" and (cluster is not None or device.type == "cuda"):
+        plan = choose_plan(model, cluster, example, _resolve({}, model))
     plan = _resolve(plan, model)
     axes = build_axes(plan.mesh, device)
     blocks = tuple(block_modules(model))
@@ -80,8 +84,7 @@ def turbo_compile(
     dead = list(model.parameters())
     pending: dict[str, torch.Tensor] = {}
     sharded = shard_parameters(model, axes, placed, dtypes.master)
-    static, vocabulary = plan.batch.shapes == "static", _vocabulary(model)
-    runtime = Runtime(model, Structure.of(model), sharded, build, static, vocabulary, dtypes.reduce, pending)
+    runtime = Runtime(model, plan, Structure.of(model), sharded, build, _vocabulary(model), dtypes.reduce, pending)
     runtime.mask_reader = mask_reader(model)
     attach(runtime, dead)
     if example is not None:

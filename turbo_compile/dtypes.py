@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from turbo_compile.huggingface import compute_dtypes
 from turbo_compile.plans.sections import DType
 
-_WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+WORDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class Dtypes:
 def choose_dtypes(model: PreTrainedModel, words: DType) -> Dtypes:
     """The dtypes a plan's words mean for `model`: `model` is the dtype its weights came in."""
     came = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
-    compute = compute_dtypes(model, _WORDS.get(words.compute))
+    compute = compute_dtypes(model, WORDS.get(words.compute))
     master = {
-        name: _WORDS[words.master] if words.master in _WORDS and dtype.is_floating_point else dtype
+        name: WORDS[words.master] if words.master in WORDS and dtype.is_floating_point else dtype
         for name, dtype in came.items()
     }
     double = any(dtype == torch.float64 for dtype in (*compute.values(), *master.values()))
     automatic = torch.float64 if double else torch.float32
-    return Dtypes(compute, master, _WORDS.get(words.reduce, automatic))
+    return Dtypes(compute, master, WORDS.get(words.reduce, automatic))

@@ -27,6 +27,7 @@ from turbo_compile.ir.program import source
 from turbo_compile.kernels import counter_random
 from turbo_compile.lower import Executable
 from turbo_compile.parameters import Sharded, accept_full_tensors, gathered
+from turbo_compile.plans.plan import Plan
 from turbo_compile.ranks import agree, failing_together
 from turbo_compile.structure import Structure, refuse_copies, refuse_new_embeddings
 
@@ -42,10 +43,10 @@ class Runtime:
     """
 
     model: PreTrainedModel
+    plan: Plan
     structure: Structure
     sharded: Sharded
     build: Build
-    static: bool
     vocabulary: int
     reduce_dtype: torch.dtype
     pending: dict[str, Tensor]
@@ -121,7 +122,7 @@ class Runtime:
             router=batch.router and batch.has_loss,
             logprobs=batch.return_logprobs,
             trainable=trainable if differentiable else frozenset(),
-            shape=batch.shape if self.static else None,
+            shape=batch.shape if self.plan.batch.shapes == "static" else None,
         )
 
     def _executable(self, signature: Signature, batch: Batch) -> Executable:
@@ -464,6 +465,7 @@ def attach(runtime: Runtime, dead: list[Tensor]) -> None:
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # trainers read its names
     model.forward = forward
+    model.plan = runtime.plan
     model.no_sync = runtime.no_sync
     model.clip_grad_norm_ = runtime.clip_grad_norm_
     model.save_pretrained = runtime.save_pretrained

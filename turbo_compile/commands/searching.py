@@ -12,23 +12,18 @@ import torch
 from turbo_compile.commands.models import find_model
 from turbo_compile.commands.options import SearchOptions
 from turbo_compile.costing import cost_of_config
+from turbo_compile.dtypes import WORDS
 from turbo_compile.errors import PlanError
+from turbo_compile.plans.candidates import KEYS, said
 from turbo_compile.plans.cluster import Cluster, cluster_names, load_cluster
 from turbo_compile.plans.cost import ModelCost
 from turbo_compile.plans.explain import Explanation, explain
 from turbo_compile.plans.plan import Plan
 from turbo_compile.plans.search import Candidate, Request, SearchResult, plan_of, search
 from turbo_compile.plans.simulation import simulate
+from turbo_compile.plans.source import Source
 from turbo_compile.plans.timeline import Timeline
 from turbo_compile.plans.values import listed
-
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-_KEYS = {axis: f"mesh.{axis}" for axis in ("dp", "fsdp", "sp", "ep")} | {
-    "micro": "batch.micro",
-    "recompute": "recompute",
-    "reshard": "schedule.reshard",
-    "prefetch": "schedule.prefetch",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +49,23 @@ def search_model(options: SearchOptions) -> Priced:
     cluster = read_cluster(options.cluster)
     request = request_of(options)
     began = time.perf_counter()
-    model = cost_of(options.model, options.base)
+    base = _in_mixed_precision(options.base, cluster)
+    model = cost_of(options.model, base)
     captured = time.perf_counter()
-    result = search(model, cluster, request, options.base)
+    result = search(model, cluster, request, base)
     found_by: dict[str, Any] = {"model": options.model, "cluster": options.cluster, "memory": request.memory}
     found_by |= {"fix": dict(request.fixed)} if request.fixed else {}
-    plan = plan_of(result.best, model, options.base, found_by)
+    plan = plan_of(result.best, model, base, found_by)
     seconds = {"capture": captured - began, "search": time.perf_counter() - captured}
     return priced(plan, result.best, model, cluster, result, seconds)
+
+
+def _in_mixed_precision(base: Plan, cluster: Cluster) -> Plan:
+    """`base`, its dtypes said: compute in bf16 where the accelerator is faster in it, masters in fp32."""
+    faster = cluster.accelerator.peak("bf16") > cluster.accelerator.peak("fp32")
+    usual = {"compute": "bf16" if faster else "fp32", "master": "fp32"}
+    unsaid = {name: word for name, word in usual.items() if base.origins[f"dtype.{name}"] == "default"}
+    return Plan.layers(base, Source({"dtype": unsaid}, dict.fromkeys((f"dtype.{name}" for name in unsaid), "usual")))
 
 
 def priced(
@@ -87,7 +91,7 @@ def read_cluster(name: str | None) -> Cluster:
 def cost_of(model: str, plan: Plan) -> ModelCost:
     """What the model that MODEL names costs, in the compute dtype of `plan`."""
     source = find_model(model)
-    compute = _COMPUTE.get(plan.dtype.compute) or source.config.dtype or torch.float32
+    compute = WORDS.get(plan.dtype.compute) or source.config.dtype or torch.float32
     return replace(cost_of_config(source.config, compute), name=source.name)
 
 
@@ -98,11 +102,11 @@ def request_of(options: SearchOptions) -> Request:
         PlanError: something is missing, or said twice and differently.
     """
     fixed: dict[str, Any] = dict(options.fixed)
-    for name, value in _said(options.base).items():
+    for name, value in said(options.base).items():
         if fixed.setdefault(name, value) != value:
             raise PlanError(
-                f"--fix {name}={fixed[name]} contradicts {_KEYS[name]}={value} "
-                f"({options.base.origins[_KEYS[name]]}); say it once",
+                f"--fix {name}={fixed[name]} contradicts {KEYS[name]}={value} "
+                f"({options.base.origins[KEYS[name]]}); say it once",
                 key="fix",
             )
     batch = options.base.batch
@@ -117,22 +121,3 @@ def request_of(options: SearchOptions) -> Request:
     gpus, rows, seq = asked.values()
     assert gpus is not None and rows is not None and seq is not None
     return Request(gpus, rows, seq, options.memory, fixed)
-
-
-def _said(base: Plan) -> dict[str, Any]:
-    """What a search would choose and `base` already says."""
-    values = {
-        "dp": base.mesh.dp,
-        "fsdp": base.mesh.fsdp,
-        "sp": base.mesh.sp,
-        "ep": base.mesh.ep,
-        "micro": base.batch.micro,
-        "recompute": base.recompute,
-        "reshard": base.schedule.reshard,
-        "prefetch": base.schedule.prefetch,
-    }
-    said = {name: value for name, value in values.items() if base.origins[_KEYS[name]] != "default"}
-    for name in ("recompute", "reshard"):
-        if isinstance(said.get(name), Mapping):
-            raise PlanError(f"{_KEYS[name]} by range cannot be fixed in a search; write one word for all blocks")
-    return said
