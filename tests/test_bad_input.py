@@ -359,6 +359,20 @@ def test_a_rank_that_fails_stops_the_others_in_time(mortals: World, how: str, wo
 # --- models that read more than attention does ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) carries a state"),
+        ("bailing_hybrid", "model.layers.0.self_attn (BailingHybridDeltaAttention) carries a state"),
+    ],
+)
+def test_recurrences_are_refused_by_name(family: str, words: str) -> None:
+    model = build(family, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedOp) as caught:
+        turbo_compile(model, backend="eager")(input_ids=ids_of(1, 8), labels=ids_of(1, 8))
+    assert words in str(caught.value) and "1 of the 2 blocks" in str(caught.value)
+
+
 def test_positions_counted_from_the_padding_token_are_refused() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     with pytest.raises(UnsupportedOp, match="position_embeddings of RobertaForCausalLM counts positions"):

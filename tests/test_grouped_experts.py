@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.families import build
 from tests.parity import check_step, compiled, plain, ragged
-from tests.world import World
+from tests.simulated import Simulation
 from turbo_compile import passes
 from turbo_compile.boundaries.experts import combine, dispatch
 from turbo_compile.kernels.gate import Gate
@@ -134,13 +134,6 @@ def test_parity(family: str) -> None:
         check_step(reference, model, batch)
 
 
-def _over_ranks() -> None:
-    reference = build("gpt_oss")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "FuseGroupedExperts", lambda *_: FuseGroupedExperts(listed=True))
-        model = compiled(reference, {"mesh": {"fsdp": 2, "ep": 2}, "recompute": "selective"})
-        check_step(reference, model, plain(16))
-
-
-def test_where_rows_travel_to_other_ranks(world: World) -> None:
-    world.run(_over_ranks, timeout=300)
+@pytest.mark.usefixtures("must_fire")
+def test_where_rows_travel_to_other_ranks() -> None:
+    Simulation(build("gpt_oss"), {"mesh": {"fsdp": 2, "ep": 2}, "recompute": "selective"}).check_step(plain(16))

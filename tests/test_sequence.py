@@ -101,11 +101,7 @@ def _family(family: str, plan: dict[str, Any]) -> None:
     assert len(runtime_of(model).executables) == 1
 
 
-def test_frequencies_that_follow_the_longest_row(four: World) -> None:
-    four.run(_longest, timeout=300)
-
-
-def _longest() -> None:
+def test_frequencies_that_follow_the_longest_row() -> None:
     """Phi-3's longrope and the dynamic kind: chosen by the largest position of the whole batch, on every rank."""
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3]}
     long |= {"long_factor": [2.0, 2.5, 3.0, 4.0], "factor": 8.0}
@@ -114,9 +110,9 @@ def _longest() -> None:
         build("phi3", 1, rope_parameters=long, original_max_position_embeddings=16),
         build("llama", 1, rope_parameters=dynamic, max_position_embeddings=16),
     ):
-        model = compiled(reference, {"mesh": {"fsdp": 2, "sp": 2}})
+        ranks = Simulation(reference, {"mesh": {"fsdp": 2, "sp": 2}})
         for batch in (plain(12), plain(24), plain(10)):
-            check_step(reference, model, batch)
+            ranks.check_step(batch)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from turbo_compile import _torch
 from turbo_compile.assemble import Assembly
 from turbo_compile.errors import CaptureError, TurboCompileError
-from turbo_compile.huggingface import Inputs, boundaries_installed, fake_weights
+from turbo_compile.huggingface import Inputs, boundaries_installed, fake_weights, refuse_recurrences
 from turbo_compile.ir.program import Program
 
 _BATCH, _SEQUENCE = 2, 17 * 11  # of the synthetic batch: a length unlike any size of a model
@@ -71,6 +71,7 @@ def capture(
         CaptureError: the model cannot be traced as one graph; the message names the line of the model.
         UnsupportedOp: a boundary is used in a way that has no rule.
     """
+    refuse_recurrences(model)
     modes = {module: module.training for module in model.modules()}
     if model.training != signature.training:
         model.train(signature.training)

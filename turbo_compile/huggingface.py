@@ -92,6 +92,36 @@ def refuse_own_positions(model: nn.Module) -> None:
             )
 
 
+_RECURRENT = ("linear_attention", "conv", "hybrid")  # of a configuration's layer_types
+_STATES = ("A_log", "dt_bias")  # parameters that only state-space and gated delta layers have
+
+
+def refuse_recurrences(model: PreTrainedModel) -> None:
+    """Refuse blocks that carry a state from token to token: linear attention, state spaces, convolutions over tokens.
+
+    Raises:
+        UnsupportedOp: names the layer, and the layers that the model would have to do without.
+    """
+    blocks = block_modules(model)
+    kinds = getattr(model.config, "layer_types", None) or ()
+    found = []
+    for place, (fqn, block) in enumerate(blocks.items()):
+        own = next((f"{fqn}.{name}" for name, part in block.named_children() if _carries_state(part)), "")
+        recurrent = len(kinds) == len(blocks) and kinds[place] in _RECURRENT
+        if own or recurrent:
+            found.append(own or fqn)
+    if found:
+        raise UnsupportedOp(
+            f"{found[0]} ({type(model.get_submodule(found[0])).__name__}) carries a state from token to token, which "
+            f"has no boundary yet; {len(found)} of the {len(blocks)} blocks of {type(model).__name__} do"
+        )
+
+
+def _carries_state(part: nn.Module) -> bool:
+    named = any(name.rpartition(".")[2] in _STATES for name, _ in part.named_parameters())
+    return named or any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in part.modules())
+
+
 def mask_reader(model: nn.Module) -> str:
     """The class of a part that reads the padding mask outside attention, as recurrences and convolutions do; or ""."""
     for module in model.modules():
