@@ -118,6 +118,7 @@ def strategy_of(row: Mapping[str, str], model: ModelCost, cluster: Cluster) -> S
         seq=seq,
         recompute=_recompute(row, kind),
         prefetch=1,
+        reshard="P+S" not in row["parallel_other"],  # selective unsharding: what fits stays gathered
         dtype=_dtype(row),
         imbalance=1.0 if "balanc" in row["notes"] else (1.1 if model.experts else 1.0),
         engine=engine,
@@ -142,8 +143,11 @@ def engine_of(row: Mapping[str, str]) -> tuple[Engine, str]:
         attention="scores" if scores else "flash",
         attention_factor=_attention_factor(attention, row["hardware"]),
         score_passes=6.5 if "softmax" in attention or attention == "fused" else 16.0,
+        block_host_s=9e-4 if kind == "megatron" else 0.0,  # fitted on vTrain's small models
+        stall=0.0 if "Megatron-DeepSpeed" in words or kind in ("fsdp1", "deepspeed") else 0.22,  # on AlephAlpha's runs
         call_s={"fsdp1": 2.5e-4, "fsdp2": 1.5e-4, "deepspeed": 6e-4}.get(kind, 2e-5),
         host_s=1e-2,
+        experts="loop" if "HF transformers" in row["workload"] else "grouped",
         overlap_gradients=0.0 if re.search(r"no (grad|comm)", words) else 0.6,
         overlap=0.9,
         reserved=1.08,

@@ -17,6 +17,7 @@ from turbo_compile.plans.cost import Attention, MatmulSize, attention_flops
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.78), (128, 64, 0.78), (64, 64, 0.62))
 _RAMP = 96.0  # of the inner dimension: what filling and draining a tile's pipeline costs
 _GROUPED = 0.82  # of a plain matmul's rate: uneven groups, and tiles that straddle their ends
+LOOPED = 0.4  # of it, where each expert's rows are picked, multiplied and added back one expert after another
 _KERNEL_S = 2e-6  # between two kernels of a stream
 
 

@@ -29,7 +29,9 @@ class Engine:
     `overlap` is the share of a sharded parameter's gathers and reductions that may run beside compute; of the
     gradients' reduction of replicated parameters, `overlap_gradients`. `logit_bytes` live for each logit at the
     loss; with `head_fused` a chunk of them, and the gradient of the head's weight in fp32. `host_s` is what the host
-    adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper).
+    adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper); it needs `block_host_s` to start a
+    block's pass, which shows where the device is faster. `stall` is the share of device time that a framework loses
+    beside its kernels: gaps, ranks that wait for the slowest, clocks that fall under load.
     """
 
     name: str = "turbo_compile"
@@ -47,6 +49,8 @@ class Engine:
     host_s: float = 2e-3
     call_s: float = 3e-5
     reduce_every_micro: bool = True
+    block_host_s: float = 0.0
+    stall: float = 0.0
     reserved: float = 1.06  # what an allocator holds over what is in use
 
 

@@ -196,9 +196,11 @@ def _stage_terms(units: list[Unit], cluster: Cluster, strategy: Strategy) -> dic
         "tensor parallel communication": compute.tp,
         "exchange communication": compute.exchange,
     }
+    if engine.stall:
+        terms["stalls"] = engine.stall * compute.device
     busy = [unit.forward.seconds + engine.call_s for unit in units]
     busy_back = [unit.backward.seconds + engine.call_s for unit in units]
-    waited = sum(busy) + sum(busy_back) - sum(terms.values())
+    waited = sum(busy) + sum(busy_back) - sum(value for name, value in terms.items() if name != "stalls")
     terms["host"] = max(0.0, waited)
     if exchanges_parameters(strategy):
         terms["sharding communication"] = _exposed(units, busy, busy_back, cluster, strategy)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turbo_compile.plans.cluster import Cluster
+from turbo_compile.plans.cluster import Accelerator, Cluster
 from turbo_compile.plans.cost import CallCost, MatmulSize, ModelCost, SegmentSizes
-from turbo_compile.plans.rates import Ring, collective_s, flash_s, memory_s, product_s, scores_s
+from turbo_compile.plans.rates import LOOPED, Ring, collective_s, flash_s, memory_s, product_s, scores_s
 from turbo_compile.plans.strategy import Engine, Strategy
 
 _BACKWARD_BYTES = 1.6  # of the forward's elementwise bytes: gradients in and out, and what was kept
@@ -53,7 +53,7 @@ def backward_work(model: ModelCost, cluster: Cluster, strategy: Strategy, call: 
     size = sizes(model, strategy)[call.segment]
     device, engine = cluster.accelerator, strategy.engine
     matmul = sum(
-        product_s(device, m, strategy.tp, _held(m, strategy), strategy.dtype, which)
+        _product_s(device, m, strategy, which)
         for m in _local(size, strategy)
         for which in (("input", "weight") if m.trained and strategy.trained > 0.5 else ("input",))
     )
@@ -65,7 +65,7 @@ def backward_work(model: ModelCost, cluster: Cluster, strategy: Strategy, call: 
         matmul,
         attention,
         memory_s(device, moved),
-        _host(device, engine, size, launches, _HOST_BACKWARD),
+        _host(device, engine, size, launches, _HOST_BACKWARD) + engine.block_host_s * call.block,
         _tp(size, cluster, strategy),
         _exchange(size, cluster, strategy),
     )
@@ -96,9 +96,7 @@ def _work(
     """A forward, or the given shares of one."""
     size = sizes(model, strategy)[call.segment]
     device, engine = cluster.accelerator, strategy.engine
-    products = sum(
-        product_s(device, m, strategy.tp, _held(m, strategy), strategy.dtype, "forward") for m in _local(size, strategy)
-    )
+    products = sum(_product_s(device, m, strategy, "forward") for m in _local(size, strategy))
     outer, inner, kernels = size.eager if engine.kernels == "eager" else size.fused
     moved = outer / _outer_cut(strategy) + inner / strategy.tp
     launches = kernels * elementwise + len(size.matmuls) * matmul + len(size.attentions) * attention
@@ -107,7 +105,7 @@ def _work(
         products * matmul,
         _attention(size, cluster, strategy, False) * attention if attention else 0.0,
         memory_s(device, moved) * elementwise,
-        _host(device, engine, size, launches, 1.0),
+        _host(device, engine, size, launches, 1.0) + engine.block_host_s * call.block * min(1.0, launches),
         _tp(size, cluster, strategy) if matmul > 0.5 else 0.0,
         _exchange(size, cluster, strategy) if exchanged else 0.0,
     )
@@ -116,6 +114,12 @@ def _work(
 def _outer_cut(strategy: Strategy) -> float:
     """How many ways the residual stream is cut within a tensor-parallel group."""
     return strategy.tp if strategy.tp_sequence else 1.0
+
+
+def _product_s(device: Accelerator, m: MatmulSize, strategy: Strategy, which: str) -> float:
+    """One matmul of the model as the engine runs it."""
+    seconds = product_s(device, m, strategy.tp, _held(m, strategy), strategy.dtype, which)
+    return seconds / LOOPED if m.experts and strategy.engine.experts == "loop" else seconds
 
 
 def _held(m: MatmulSize, strategy: Strategy) -> float:
