@@ -16,7 +16,8 @@ from published_models import Unknown, model_of
 from turbo_compile.errors import TurboCompileError
 from turbo_compile.plans.cluster import Cluster
 from turbo_compile.plans.cost import ModelCost
-from turbo_compile.plans.timeline import Engine, Strategy
+from turbo_compile.plans.memory import gathered_bytes
+from turbo_compile.plans.timeline import Engine, Strategy, predict
 
 GIB = 2.0**30
 
@@ -118,12 +119,21 @@ def strategy_of(row: Mapping[str, str], model: ModelCost, cluster: Cluster) -> S
         seq=seq,
         recompute=_recompute(row, kind),
         prefetch=1,
-        reshard="P+S" not in row["parallel_other"],  # selective unsharding: what fits stays gathered
         dtype=_dtype(row),
         imbalance=1.0 if "balanc" in row["notes"] else (1.1 if model.experts else 1.0),
         engine=engine,
     )
-    return _held(base, row, kind)
+    held = _held(base, row, kind)
+    if re.search(r"DeepCompile\(.*S\)", row["parallel_other"]):
+        held = replace(held, kept=_selectively(model, cluster, held))
+    return held
+
+
+def _selectively(model: ModelCost, cluster: Cluster, strategy: Strategy) -> float:
+    """The share of the blocks that selective unsharding leaves gathered: what seven eighths of the memory hold."""
+    room = 0.88 * cluster.accelerator.usable_bytes - predict(model, cluster, strategy).peak_bytes
+    whole = sum(gathered_bytes(model.group_of(call), strategy) for call in model.blocks)
+    return min(1.0, max(0.0, room / whole))
 
 
 # --- engine -----------------------------------------------------------------------------------------------------------
@@ -200,8 +210,19 @@ def _held(strategy: Strategy, row: Mapping[str, str], kind: str) -> Strategy:
             strategy, weight_bytes=2.0, master_bytes=4.0, optimizer_bytes=8.0, gradient_bytes=4.0, reduce_bytes=4.0
         )
     if kind == "deepspeed":
+        engine = strategy.engine
+        if (
+            "DeepCompile" not in row["parallel_other"]
+        ):  # stage3_max_live_parameters, and buckets, as configured by default
+            engine = replace(engine, live_bytes=2e9, bucket_bytes=2.6e9)
         return replace(
-            strategy, weight_bytes=2.0, master_bytes=4.0, optimizer_bytes=8.0, gradient_bytes=2.0, reduce_bytes=2.0
+            strategy,
+            weight_bytes=2.0,
+            master_bytes=4.0,
+            optimizer_bytes=8.0,
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            engine=engine,
         )
     if half:
         return replace(strategy, master_bytes=2.0, optimizer_bytes=4.0, gradient_bytes=2.0, reduce_bytes=2.0)

@@ -144,10 +144,15 @@ def _gathered(model: ModelCost, strategy: Strategy, calls: tuple[CallCost, ...])
     largest = max((gathered_bytes(group, strategy) for group in groups), default=0.0)
     blocks = [gathered_bytes(model.group_of(call), strategy) for call in calls if call.block]
     block = max(blocks, default=0.0)
-    held = sum(blocks) if not strategy.reshard else block * (1 + strategy.prefetch)
-    return max(held, largest) + max(gradient_bytes(group, strategy) for group in groups)
+    engine = strategy.engine
+    flying = min(block * (1 + strategy.prefetch), engine.live_bytes)
+    held = sum(blocks) if not strategy.reshard else max(flying, min(largest, engine.live_bytes))
+    gradient = max(gradient_bytes(group, strategy) for group in groups)
+    return held + strategy.kept * sum(blocks) + min(gradient, engine.bucket_bytes)
 
 
 def gradient_bytes(group: GroupCost, strategy: Strategy) -> float:
-    """One call's whole gradient before it is reduced: as backward makes it, and as it travels."""
-    return gathered_bytes(group, strategy) * (1 + strategy.reduce_bytes / strategy.gather_bytes)
+    """One call's whole gradient before it is reduced: as backward makes it, and as it travels, if that is a copy."""
+    made = gathered_bytes(group, strategy)
+    copied = strategy.engine.name == "turbo_compile" or strategy.reduce_bytes != strategy.gather_bytes
+    return made * (1 + strategy.reduce_bytes / strategy.gather_bytes) if copied else made

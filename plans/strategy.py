@@ -6,6 +6,7 @@ words: what is sharded, what is overlapped, which kernels run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,7 +32,8 @@ class Engine:
     loss; with `head_fused` a chunk of them, and the gradient of the head's weight in fp32. `host_s` is what the host
     adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper); it needs `block_host_s` to start a
     block's pass, which shows where the device is faster. `stall` is the share of device time that a framework loses
-    beside its kernels: gaps, ranks that wait for the slowest, clocks that fall under load.
+    beside its kernels: gaps, ranks that wait for the slowest, clocks that fall under load. Gathered parameters take at
+    most `live_bytes`, gradients that wait for their reduction `bucket_bytes`: where modules are gathered one by one.
     """
 
     name: str = "turbo_compile"
@@ -51,6 +53,8 @@ class Engine:
     reduce_every_micro: bool = True
     block_host_s: float = 0.0
     stall: float = 0.0
+    live_bytes: float = math.inf
+    bucket_bytes: float = math.inf
     reserved: float = 1.06  # what an allocator holds over what is in use
 
 
@@ -79,6 +83,7 @@ class Strategy:
     seq: int = 4096
     recompute: Recompute = "none"
     reshard: bool = True
+    kept: float = 0.0  # share of the blocks that stay gathered all the same
     prefetch: int = 1
     dtype: str = "bf16"
     weight_bytes: float = 0.0

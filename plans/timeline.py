@@ -221,7 +221,7 @@ def _exposed(
     total += units[0].gather
     for index in reversed(range(len(units))):
         seconds = busy_back[index]
-        gather = units[index - 1].gather if index and strategy.reshard else 0.0
+        gather = units[index - 1].gather * (1.0 - strategy.kept) if index and strategy.reshard else 0.0
         reduction = units[index + 1].reduce if index + 1 < len(units) else 0.0
         both = gather + reduction
         hidden = min(both * engine.overlap, seconds) if ahead else min(reduction * engine.overlap, seconds)
