@@ -205,6 +205,17 @@ def _attention_factor(attention: str, hardware: str) -> float:
 def _held(strategy: Strategy, row: Mapping[str, str], kind: str) -> Strategy:
     """Bytes for each parameter that a kind of framework holds and sends."""
     half = bool(re.search(r"bf16-true|pure_bf16", row["precision"]))
+    if "AA-Scaling" in row["parallel_other"]:  # gradients in bf16, and a loss over whole logits: fitted on what fits
+        whole = replace(strategy.engine, vocabulary_parallel=False, logit_bytes=14.0, reserved=1.25)
+        return replace(
+            strategy,
+            weight_bytes=2.0,
+            master_bytes=4.0,
+            optimizer_bytes=8.0,
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            engine=whole,
+        )
     if kind in ("megatron", "paddle"):
         return replace(
             strategy, weight_bytes=2.0, master_bytes=4.0, optimizer_bytes=8.0, gradient_bytes=4.0, reduce_bytes=4.0

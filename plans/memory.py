@@ -109,7 +109,7 @@ def _stage_terms(model: ModelCost, cluster: Cluster, strategy: Strategy, stage: 
 
 def logits_bytes(model: ModelCost, scores: float, strategy: Strategy) -> float:
     """What the loss holds for `scores` logits."""
-    whole = scores / strategy.tp * strategy.engine.logit_bytes
+    whole = scores / (strategy.tp if strategy.engine.vocabulary_parallel else 1) * strategy.engine.logit_bytes
     if not strategy.engine.head_fused or not scores:
         return whole
     return min(whole, float(BUDGET["cuda"])) + 4.0 * model.vocabulary * model.hidden

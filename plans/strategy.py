@@ -29,11 +29,12 @@ class Engine:
     `attention_factor` scales the device's flash efficiency: older and newer kernels than the file's.
     `overlap` is the share of a sharded parameter's gathers and reductions that may run beside compute; of the
     gradients' reduction of replicated parameters, `overlap_gradients`. `logit_bytes` live for each logit at the
-    loss; with `head_fused` a chunk of them, and the gradient of the head's weight in fp32. `host_s` is what the host
-    adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper); it needs `block_host_s` to start a
-    block's pass, which shows where the device is faster. `stall` is the share of device time that a framework loses
-    beside its kernels: gaps, ranks that wait for the slowest, clocks that fall under load. Gathered parameters take at
-    most `live_bytes`, gradients that wait for their reduction `bucket_bytes`: where modules are gathered one by one.
+    loss, cut over tp if `vocabulary_parallel`; with `head_fused` a chunk of them, and the gradient of the head's weight
+    in fp32. `host_s` is what the host adds to a step, `call_s` to each block and pass (hooks of a sharding wrapper); it
+    needs `block_host_s` to start a block's pass, which shows where the device is faster. `stall` is the share of device
+    time that a framework loses beside its kernels: gaps, ranks that wait for the slowest, clocks that fall under load.
+    Gathered parameters take at most `live_bytes`, gradients that wait for their reduction `bucket_bytes`: where modules
+    are gathered one by one.
     """
 
     name: str = "turbo_compile"
@@ -48,6 +49,7 @@ class Engine:
     experts: Literal["grouped", "loop"] = "grouped"
     logit_bytes: float = 8.0
     head_fused: bool = False
+    vocabulary_parallel: bool = True
     host_s: float = 2e-3
     call_s: float = 3e-5
     reduce_every_micro: bool = True
