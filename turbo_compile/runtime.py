@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -52,6 +54,8 @@ class Runtime:
     pending: dict[str, Tensor]
     executables: dict[tuple[Signature, Any], Executable] = field(default_factory=dict)
     synchronised: bool = True
+    flags: tuple[bool, ...] = ()  # requires_grad of each parameter when `trainable` was read
+    trainable: frozenset[str] = frozenset()
     mask_reader: str = ""  # a part of the model that reads the padding mask outside attention
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
@@ -106,12 +110,13 @@ class Runtime:
         said += ["logprobs"] if batch.return_logprobs else []
         said += ["router logits"] if batch.router else []
         said += [f"{float(batch.num_items):g} items"] if batch.num_items is not None else []
-        frozen = [fqn for fqn, parameter in self.sharded.parameters.items() if not parameter.requires_grad]
+        trainable = self._trainable()
+        frozen = [fqn for fqn in self.sharded.parameters if fqn not in trainable]
         said += [f"{len(frozen)} frozen from {frozen[0]} to {frozen[-1]}"] if frozen else []
         return f"{keys} ({', '.join(said)})"
 
     def _signature(self, batch: Batch) -> Signature:
-        trainable = frozenset(fqn for fqn, p in self.sharded.parameters.items() if p.requires_grad)
+        trainable = self._trainable()
         differentiable = torch.is_grad_enabled() and bool(trainable)
         training = self.model.training
         return Signature(
@@ -124,6 +129,14 @@ class Runtime:
             trainable=trainable if differentiable else frozenset(),
             shape=batch.shape if self.plan.batch.shapes == "static" else None,
         )
+
+    def _trainable(self) -> frozenset[str]:
+        """The parameters that require a gradient now."""
+        flags = tuple(map(operator.attrgetter("requires_grad"), self.sharded.parameters.values()))
+        if flags != self.flags:
+            self.flags = flags
+            self.trainable = frozenset(itertools.compress(self.sharded.parameters, flags))
+        return self.trainable
 
     def _executable(self, signature: Signature, batch: Batch) -> Executable:
         key = signature, self.structure.mode()
@@ -321,7 +334,7 @@ class _State:
 
     def _versions(self) -> int:
         """A number that grows whenever a weight is written to."""
-        return sum(parameter._version for parameter in self.runtime.sharded.parameters.values())
+        return sum(map(operator.attrgetter("_version"), self.runtime.sharded.parameters.values()))
 
     def _as_planned(self) -> contextlib.AbstractContextManager[Any]:
         """Without a caller's autocast: the plan says what is computed in which dtype."""

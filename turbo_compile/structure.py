@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NoReturn
 
 from torch import nn
 
 from turbo_compile.errors import TurboCompileError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @dataclass(slots=True)
@@ -15,11 +19,16 @@ class Structure:
     """The modules and weights of a compiled model as they were.
 
     `held`: where each lies (a module's dict and a name in it), the object, its FQN; the root itself is not among them.
+    Every call checks all of it, so what is compared lies side by side, for loops that Python does not interpret.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
     held: tuple[tuple[dict[str, Any], str, Any, str], ...]
-    hooks: tuple[int, ...]
+    holders: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    attributes: tuple[dict[str, Any], ...]
+    hooks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> Structure:
@@ -30,34 +39,47 @@ class Structure:
             for holder in (module._modules, module._parameters)
             for name, value in holder.items()
         )
-        return cls(modules, held, ()).hooked()
+        return cls(
+            modules=modules,
+            held=held,
+            holders=tuple(holder for holder, _, _, _ in held),
+            names=tuple(name for _, name, _, _ in held),
+            values=tuple(value for _, _, value, _ in held),
+            attributes=tuple(vars(module) for _, module in modules),
+        ).hooked()
 
     def hooked(self) -> Structure:
         """The same, with the hooks its modules have now (capturing a model installs some of transformers' own)."""
-        self.hooks = tuple(len(module._forward_hooks) + len(module._forward_pre_hooks) for _, module in self.modules)
+        self.hooks = self._hooks()
         return self
+
+    def _hooks(self) -> tuple[int, ...]:
+        before, after = (map(dict.__getitem__, self.attributes, repeat(kind)) for kind in _HOOKS)
+        return (*map(len, before), *map(len, after))
 
     def mode(self) -> tuple[Any, ...]:
         """What may change between calls, and asks for a program of its own: training or not, dropout."""
-        return tuple((module.training, module.__dict__.get("p")) for _, module in self.modules)
+        training, dropout = (map(dict.get, self.attributes, repeat(key)) for key in ("training", "p"))
+        return (*training, *dropout)
 
     def check(self) -> None:
         """
         Raises:
             TurboCompileError: a module or weight was replaced, or a hook put on one; names it.
         """
-        for holder, name, value, fqn in self.held:
-            if holder.get(name) is not value:
-                raise TurboCompileError(
-                    f"{fqn} was replaced after turbo_compile, which would train the old one; replace it before, or "
-                    "copy new values into it with load_state_dict"
-                )
-        for (fqn, module), count in zip(self.modules, self.hooks, strict=True):
-            if len(module._forward_hooks) + len(module._forward_pre_hooks) > count:
-                raise TurboCompileError(
-                    f"a hook was registered on {fqn} after the model was captured, which would never run; register it "
-                    "before turbo_compile, so that it becomes part of the program"
-                )
+        if not all(map(operator.is_, map(dict.get, self.holders, self.names), self.values)):
+            fqn = next(fqn for holder, name, value, fqn in self.held if holder.get(name) is not value)
+            raise TurboCompileError(
+                f"{fqn} was replaced after turbo_compile, which would train the old one; replace it before, or "
+                "copy new values into it with load_state_dict"
+            )
+        hooks = self._hooks()
+        if any(map(operator.gt, hooks, self.hooks)):
+            added = list(map(operator.gt, hooks, self.hooks)).index(True)
+            raise TurboCompileError(
+                f"a hook was registered on {self.modules[added % len(self.modules)][0]} after the model was captured, "
+                "which would never run; register it before turbo_compile, so that it becomes part of the program"
+            )
 
 
 def refuse_new_embeddings(*_: Any, **__: Any) -> NoReturn:
