@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from tests.families import build, ids_of
 from tests.world import World
 from turbo_compile import turbo_compile
 from turbo_compile.cli import app
+from turbo_compile.commands.calibrating import calibrate
+from turbo_compile.commands.measuring import Effort
+from turbo_compile.commands.options import CalibrateOptions
 from turbo_compile.costing import cost_of_config, cost_of_model
 from turbo_compile.errors import PlanError
 from turbo_compile.plans.candidates import Request
@@ -315,6 +319,22 @@ def test_a_command_that_cannot_be_understood(config: Path, arguments: Any, words
     assert done.exit_code == 2 and "Traceback" not in done.output
     for word in words:
         assert word in " ".join(done.output.split()), done.output
+
+
+def _calibrated(path: str) -> None:
+    effort = Effort(sizes=(32, 128), lengths=(64, 128), moved_bytes=2**22, messages=(2**12, 2**18), rounds=2)
+    with mock.patch.object(Effort, "of", lambda *_: effort):
+        calibrate(CalibrateOptions(Path(path), (), quick=True))
+
+
+def test_a_machine_is_measured_into_a_file_that_search_takes(world: World, config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    world.run(_calibrated, str(file))
+    measured = load_cluster(file)
+    assert 1e8 < measured.accelerator.peak("fp32") < 1e14 and measured.levels[-1].bytes_per_s > 1e5
+    done = run("search", config, "--cluster", file, "--gpus", 1024, "--global-batch", 1024, "--seq", 512, "--top", 1)
+    assert done.exit_code in (0, 2) and "Traceback" not in done.output, done.output
+    assert "on 1024 x" in done.output or "no plan" in done.output
 
 
 # --- at run time -----------------------------------------------------------------------------------------------------
