@@ -202,20 +202,21 @@ def _attention_factor(attention: str, hardware: str) -> float:
 # --- memory and batch -------------------------------------------------------------------------------------------------
 
 
+_HALF_GRADIENTS = {
+    "weight_bytes": 2.0,
+    "master_bytes": 4.0,
+    "optimizer_bytes": 8.0,
+    "gradient_bytes": 2.0,
+    "reduce_bytes": 2.0,
+}
+
+
 def _held(strategy: Strategy, row: Mapping[str, str], kind: str) -> Strategy:
     """Bytes for each parameter that a kind of framework holds and sends."""
     half = bool(re.search(r"bf16-true|pure_bf16", row["precision"]))
     if "AA-Scaling" in row["parallel_other"]:  # gradients in bf16, and a loss over whole logits: fitted on what fits
         whole = replace(strategy.engine, vocabulary_parallel=False, logit_bytes=14.0, reserved=1.25)
-        return replace(
-            strategy,
-            weight_bytes=2.0,
-            master_bytes=4.0,
-            optimizer_bytes=8.0,
-            gradient_bytes=2.0,
-            reduce_bytes=2.0,
-            engine=whole,
-        )
+        return replace(strategy, **_HALF_GRADIENTS, engine=whole)
     if kind in ("megatron", "paddle"):
         return replace(
             strategy, weight_bytes=2.0, master_bytes=4.0, optimizer_bytes=8.0, gradient_bytes=4.0, reduce_bytes=4.0
@@ -226,15 +227,7 @@ def _held(strategy: Strategy, row: Mapping[str, str], kind: str) -> Strategy:
             "DeepCompile" not in row["parallel_other"]
         ):  # stage3_max_live_parameters, and buckets, as configured by default
             engine = replace(engine, live_bytes=2e9, bucket_bytes=2.6e9)
-        return replace(
-            strategy,
-            weight_bytes=2.0,
-            master_bytes=4.0,
-            optimizer_bytes=8.0,
-            gradient_bytes=2.0,
-            reduce_bytes=2.0,
-            engine=engine,
-        )
+        return replace(strategy, **_HALF_GRADIENTS, engine=engine)
     if half:
         return replace(strategy, master_bytes=2.0, optimizer_bytes=4.0, gradient_bytes=2.0, reduce_bytes=2.0)
     return replace(strategy, reduce_bytes=4.0 if kind == "fsdp2" else 2.0)
