@@ -304,6 +304,17 @@ def test_search_as_json(config: Path) -> None:
     assert Plan.of(told["plan"]).mesh.world == 32
 
 
+def test_inspect_shows_the_predicted_step(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MIXTURE | {"num_hidden_layers": 2, "vocab_size": 512}))
+    out = tmp_path / "dump"
+    done = run("inspect", config, "--set", "mesh.fsdp=8", "--set", "mesh.ep=4", "--cluster", "h100", "-o", out)
+    assert done.exit_code == 0, done.output
+    html = (out / "index.html").read_text()
+    for word in ("predicted on h100", "all_to_all", "model.layers.1", "optimizer", "GiB", "-Prefetch", "data-pair"):
+        assert word in html, word
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -149,12 +149,13 @@ def inspect(
     model: Annotated[str, typer.Argument(help=MODEL)],
     plan: Plan = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every stage into this folder.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="In the page of -o: the step as predicted on it.")] = None,
     settings: Set = None,
     traceback: Traceback = False,
 ) -> None:
     """Show the training step a plan makes of a model. Needs no weights, no GPU and no other ranks."""
     with _errors_in_a_line(traceback):
-        found = commands.inspect_model(InspectOptions(model, read_plan(plan, settings or ()), output))
+        found = commands.inspect_model(InspectOptions(model, read_plan(plan, settings or ()), output, cluster))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(found.step)
     console.print(found.stages)

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import torch
@@ -17,13 +18,18 @@ from turbo_compile.api import check_experts, trace
 from turbo_compile.capture import Signature
 from turbo_compile.commands.models import build_on_meta, find_model
 from turbo_compile.commands.options import InspectOptions
+from turbo_compile.commands.searching import cost_of
 from turbo_compile.dtypes import choose_dtypes
+from turbo_compile.ir import charts
 from turbo_compile.ir.dump import Dump
 from turbo_compile.ir.mesh import build_axes
 from turbo_compile.ir.placement import layouts
 from turbo_compile.ir.program import StepProgram
 from turbo_compile.ir.text import show
+from turbo_compile.plans.cluster import load_cluster
 from turbo_compile.plans.plan import Plan, check_supported
+from turbo_compile.plans.simulation import simulate
+from turbo_compile.plans.strategy import Strategy
 
 _CPU = torch.device("cpu")
 
@@ -52,10 +58,30 @@ def inspect_model(options: InspectOptions) -> Inspection:
         check_experts(model, plan)
         held = _held(model, plan)
         dump = Dump(options.output or Path(nowhere), plan)
+        dump.charts = _predicted(options) if options.cluster is not None else ""
         program = trace(model, plan, _signature(model, plan), choose_dtypes(model, plan.dtype), _CPU, dump)
         stages = (dump.directory / "summary.txt").read_text(encoding="utf-8")
     facts = (*_facts(model, plan, program, held), ("inspected in", f"{time.perf_counter() - began:.1f} s"))
     return Inspection(show(program, after=dump.stages[-1].title), stages, facts)
+
+
+def _predicted(options: InspectOptions) -> str:
+    """The step by stream, the memory over it, and both by term, as the cost model sees them."""
+    model, cluster = cost_of(options.model, options.plan), load_cluster(options.cluster or "")
+    strategy = Strategy.of(options.plan, model)
+    line = simulate(model, cluster, strategy)
+    found = line.prediction
+    events = [(event.stream, event.name, event.start_s, event.end_s) for event in line.events]
+    both = ((found.time_terms, "s", 1.0), (found.memory_terms, "GiB", 2**-30))
+    return charts.part(
+        f"<h2>predicted on {escape(cluster.name)}: {found.step_s:.3f} s for {strategy.rows} rows of {strategy.seq} "
+        f"tokens, {found.peak_bytes / 2**30:.1f} GiB at the peak</h2>",
+        charts.step(events, line.memory, found.usable_bytes),
+        *(
+            charts.bars({name: value for name, value in terms.items() if value}, unit, scale)
+            for terms, unit, scale in both
+        ),
+    )
 
 
 class _Pretend:

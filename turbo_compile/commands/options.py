@@ -12,9 +12,12 @@ from turbo_compile.plans.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class InspectOptions:
+    """With a `cluster`, the page in `output` shows the predicted step too."""
+
     model: str
     plan: Plan
     output: Path | None
+    cluster: str | None
 
 
 @dataclass(frozen=True, slots=True)

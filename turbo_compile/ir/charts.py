@@ -108,6 +108,11 @@ def document(title: str, *sections: str) -> str:
     )
 
 
+def part(*sections: str) -> str:
+    """Charts for a page of somebody else's, with what they need."""
+    return "\n".join((f"<style>{STYLE}</style>", *sections, f"<script>{SCRIPT}</script>"))
+
+
 def step(events: Sequence[Event], memory: Sequence[tuple[float, float]], limit_bytes: float) -> str:
     """A step by stream over time, and under it the bytes in use on the same time axis."""
     end = max([*(event[3] for event in events), *(at for at, _ in memory), 1e-12])

@@ -42,6 +42,7 @@ class Dump:
         self.root = directory
         self.plan = plan
         self.programs = 0
+        self.charts = ""  # HTML that the pages begin with
         self._begin()
 
     def stage(self, title: str, program: Program | StepProgram, seconds: float = 0.0) -> None:
@@ -57,7 +58,7 @@ class Dump:
         nodes = sum(len(graph.nodes) for _, graph in graphs_of(program))
         self.stages.append(Stage(name, title, text, nodes, _moves(program, self.plan), seconds))
         self._write("summary.txt", summary(program.name, self.stages))
-        self._write("index.html", page(program.name, self.stages, self._others()))
+        self._write("index.html", page(program.name, self.stages, self._others(), self.charts))
 
     def _begin(self) -> None:
         self.programs += 1
@@ -70,7 +71,7 @@ class Dump:
         self._write("plan.yaml", self.plan.to_yaml())
 
     def _others(self) -> Iterator[tuple[str, str]]:
-        """What the page shows besides the stages. The planner's timeline and memory curve go here."""
+        """What the page shows besides the stages."""
         yield "summary", (self.directory / "summary.txt").read_text(encoding="utf-8")
         yield "plan", self.plan.to_yaml()
         yield from ((f"segment {name}", body) for name, body in self.segments.items())

@@ -26,6 +26,7 @@ _PAGE = """<!doctype html>
   .same {{ display: block; }}
 </style>
 <h1>{title}</h1>
+{charts}
 <div class="pair">
 {columns}
 </div>
@@ -61,13 +62,17 @@ class Stage:
     seconds: float
 
 
-def page(title: str, stages: Sequence[Stage], others: Iterable[tuple[str, str]]) -> str:
-    """The page, in one piece: nothing is fetched, and without scripts every text is still there."""
+def page(title: str, stages: Sequence[Stage], others: Iterable[tuple[str, str]], charts: str = "") -> str:
+    """The page, in one piece: nothing is fetched, and without scripts every text is still there.
+
+    `charts` is HTML that goes before the stages.
+    """
     last = len(stages) - 1
     columns = [_column("left", stages, max(last - 1, 0)), _column("right", stages, last)]
     pairs = [(a, b) for pair in combinations(range(len(stages)), 2) for a, b in (pair, pair[::-1])]
     return _PAGE.format(
         title=escape(title),
+        charts=charts,
         columns="\n".join(columns),
         differences="\n".join(_difference(stages, a, b) for a, b in pairs),
         others="\n".join(_folded(name, text) for name, text in others),
