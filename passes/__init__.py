@@ -9,6 +9,7 @@ from turbo_compile.ir.runner import Pass
 from turbo_compile.passes.experts import ExpertParallel
 from turbo_compile.passes.grouped_experts import FuseGroupedExperts
 from turbo_compile.passes.linear_cross_entropy import FuseLinearCrossEntropy
+from turbo_compile.passes.overlap import OverlapShared
 from turbo_compile.passes.prefetch import Prefetch
 from turbo_compile.passes.recompute import Recompute
 from turbo_compile.passes.sequence import SequenceParallel
@@ -46,5 +47,6 @@ def step_passes(plan: Plan, blocks: Iterable[str]) -> tuple[Pass, ...]:
     return (
         Recompute(modes),  # which partition each call uses: fixes what is saved, and which parameters backward reads
         ShardParameters(reshard, plan.mesh.dp > 1),  # placements, then the collectives they imply
+        *((OverlapShared(),) if plan.schedule.overlap and plan.mesh.ep > 1 else ()),  # shared experts beside a dispatch
         Prefetch(plan.schedule.prefetch),  # last: it fixes the order of communication
     )

@@ -118,14 +118,19 @@ class ParameterRule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When parameters are gathered and freed. `reshard`: free after forward, for all blocks or by range."""
+    """When parameters are gathered and freed. `reshard`: free after forward, for all blocks or by range.
+
+    `overlap`: a shared expert computes while rows travel to the others.
+    """
 
     reshard: bool | Mapping[str, bool] = True
     prefetch: int = 1
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reshard", check_ranged("schedule.reshard", self.reshard, check_bool))
         check_whole("schedule.prefetch", self.prefetch, least=0)
+        check_bool("schedule.overlap", self.overlap)
 
 
 @dataclass(frozen=True, slots=True)

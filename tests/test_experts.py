@@ -26,6 +26,7 @@ from tests.test_cases import check_gradients, gradient_norm, make
 from tests.world import World
 from turbo_compile.boundaries.experts import owner_first
 from turbo_compile.errors import PlanError
+from turbo_compile.ir.text import show
 from turbo_compile.parameters import full_tensor
 
 
@@ -66,6 +67,25 @@ def test_with_other_axes(family: str, mesh: dict[str, int]) -> None:
         ranks.check_step(batch)
     if not router:
         ranks.check_documents(packed(21))
+
+
+def test_a_shared_expert_computes_while_rows_travel() -> None:
+    """In forward and in backward; switched off, the same numbers in another order."""
+    found = []
+    for overlap in (True, False):
+        plan = {"mesh": {"fsdp": 2, "ep": 2}, "schedule": {"overlap": overlap}}
+        ranks = Simulation(build("deepseek_v3"), plan)
+        lines = show(ranks.executables[0].program).splitlines()
+        for way in ("fwd", "bwd"):
+            own = [line for line in lines if line.startswith(way)]
+            sent = next(at for at, line in enumerate(own) if "tokens -> experts" in line)
+            arrived = next(at for at, line in enumerate(own) if at > sent and "wait(" in line and ".own = " in line)
+            computed = next(at for at, line in enumerate(own) if " shared.none" in line)
+            assert (sent < computed < arrived) == overlap, own
+        found.append(ranks.step(plain(16)))
+    (losses, gradients), (other_losses, other_gradients) = found
+    assert losses == other_losses
+    assert all(torch.equal(gradient, other_gradients[fqn]) for fqn, gradient in gradients.items())
 
 
 def test_inductor(world: World) -> None:

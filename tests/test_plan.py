@@ -27,7 +27,7 @@ parameters:
   model.layers.*.mlp.experts: {placement: Shard(0), axis: edp}
 replicate_below: 0
 recompute: {model.layers.0-31: none, model.layers.32-63: full}
-schedule: {reshard: true, prefetch: 1}
+schedule: {reshard: true, prefetch: 1, overlap: true}
 experts: {capacity: exact}
 sequence: {boundary: auto}
 fuse: auto

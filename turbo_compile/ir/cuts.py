@@ -19,6 +19,7 @@ from turbo_compile.ir.names import collective, group_names
 from turbo_compile.ir.program import Call, Program, Segment, split_groups
 from turbo_compile.ir.segments import extract, fingerprint, is_size, value_of
 
+_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -78,20 +79,23 @@ class _Cutting:
         for index in range(last + 1) if last else ():
             own = {node for node in graph.nodes if level.get(node) == index} - made
             own = {node for node in own if not _is_exchange(node)}
-            inside = own | _read_of(made, own)
-            nodes = [node for node in graph.nodes if node in inside]
-            left = {node for node in own if node in results or any(user not in inside for user in node.users)}
-            outputs = tuple(node for node in nodes if node in left and not is_size(node))
-            read = {value for node in nodes for value in node.all_input_nodes}
-            kept = tuple(index for index, group in enumerate(groups) if read.intersection(group))
-            parameters = [member for group in kept for member in groups[group]]
-            module, inputs = extract(nodes, parameters, outputs)
-            if not nodes:
-                yield _Piece("", "", (), (), (), tuple(_exchanges_after(graph, level, index)))
+            exchanges = tuple(_exchanges_after(graph, level, index))
+            if not own:
+                yield _Piece("", "", (), (), (), exchanges)
                 continue
-            part = next((node.meta["piece"] for node in nodes if "piece" in node.meta), None) or next(letters)
-            name = self._named(segment.name, part, module, tuple(len(groups[group]) for group in kept))
-            yield _Piece(name, part, kept, tuple(inputs), outputs, tuple(_exchanges_after(graph, level, index)))
+            for nodes, part, last_part in _apart(own, graph):
+                inside = nodes | _read_of(made, nodes)
+                ordered = [node for node in graph.nodes if node in inside]
+                left = {node for node in nodes if node in results or any(user not in inside for user in node.users)}
+                outputs = tuple(node for node in ordered if node in left and not is_size(node))
+                read = {value for node in ordered for value in node.all_input_nodes}
+                kept = tuple(index for index, group in enumerate(groups) if read.intersection(group))
+                parameters = [member for group in kept for member in groups[group]]
+                module, inputs = extract(ordered, parameters, outputs)
+                tagged = next((node.meta["piece"] for node in ordered if "piece" in node.meta), None)
+                part = part or tagged or next(letters)
+                name = self._named(segment.name, part, module, tuple(len(groups[group]) for group in kept))
+                yield _Piece(name, part, kept, tuple(inputs), outputs, exchanges if last_part else ())
 
     def _named(self, cut: str, part: str, module: fx.GraphModule, widths: tuple[int, ...]) -> str:
         """The segment that computes what `module` does: one there is, or a new one."""
@@ -105,6 +109,38 @@ class _Cutting:
             self.named[key] = name
             self.program.segments[name] = Segment(name, module, sum(widths))
         return self.named[key]
+
+
+def _apart(own: set[fx.Node], graph: fx.Graph) -> list[tuple[set[fx.Node], str, bool]]:
+    """The parts of one level, in order, with a name if they have one, and whether exchanges follow.
+
+    Where rows leave for experts, products that no exchange waits for (a shared expert) are a part of their own, that a
+    schedule may run meanwhile.
+    """
+    waited = own & _waited_for(graph)
+    products = {node for node in own - waited if getattr(node.target, "__name__", "") in _PRODUCTS}
+    if not waited or not products:
+        return [(own, "", True)]
+    beside = set(products)
+    for node in graph.nodes:  # what is computed from the products
+        if node in own and beside.intersection(node.all_input_nodes):
+            beside.add(node)
+    for node in reversed(graph.nodes):  # and what they are computed from, if nothing else is
+        if node in own - waited and node.users and beside.issuperset(node.users):
+            beside.add(node)
+    return [(own - beside, "", False), (beside, "shared", True)]
+
+
+def _waited_for(graph: fx.Graph) -> set[fx.Node]:
+    """What rows that leave for experts are computed from."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in graph.nodes if collective(node) in ("all_to_all_counts", "all_to_all_rows")]
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                waiting.append(node)
+    return found
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
