@@ -73,7 +73,9 @@ def test_ranks_end_with_the_command(tmp_path: Path, sent: signal.Signals, code: 
     script.write_text(body)
     paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
     environment = os.environ | {"READY": str(tmp_path), "PYTHONPATH": paths}
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment, start_new_session=True)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, start_new_session=True, preexec_fn=_hear_interrupts
+    )
     try:
         _wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), 90)
         parent.send_signal(sent)
@@ -82,6 +84,11 @@ def test_ranks_end_with_the_command(tmp_path: Path, sent: signal.Signals, code: 
     finally:
         if _group_lives(parent.pid):
             os.killpg(parent.pid, signal.SIGKILL)
+
+
+def _hear_interrupts() -> None:
+    """A shell starts what it runs in the background deaf to Ctrl-C, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:

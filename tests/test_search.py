@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,8 +65,10 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(costs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are captured once a session, and not into the user's cache."""
+    """Costs are captured once a session, and not into the user's cache; a command starts outside any process group."""
     monkeypatch.setenv("TURBO_COMPILE_CACHE", str(costs))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
