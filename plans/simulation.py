@@ -28,7 +28,6 @@ from turbo_compile.plans.strategy import Strategy
 from turbo_compile.plans.timeline import (
     Event,
     Timeline,
-    Unit,
     exchanges_parameters,
     per_step_terms,
     predict,
@@ -93,7 +92,8 @@ class _Simulation:
         self.memory = _Memory()
         self.compute = self.link = 0.0  # when each is free
         self.gathered: dict[int, tuple[float, float]] = {}  # by unit: when it was allocated, and when it is there
-        self.saved: dict[int, float] = {}
+        self.saved: dict[int, float] = {}  # by unit: when its forward ended
+        self.gradients = 0.0
 
     def timeline(self) -> Timeline:
         strategy = self.strategy
@@ -114,7 +114,7 @@ class _Simulation:
         order = range(len(self.units))
         for place in order:
             self._issue(place, order)
-            self._forward(place, index)
+            self._forward(place)
         back = range(len(self.units) - 1, -1, -1)
         for place in back:
             self._issue(place, back)
@@ -134,9 +134,9 @@ class _Simulation:
                 self.gathered[other] = start, self.link
                 self._event("gather", self.units[other].call.fqn, start, self.link)
 
-    def _forward(self, place: int, index: int) -> None:
+    def _forward(self, place: int) -> None:
         unit = self.units[place]
-        start, end = self._compute(unit, unit.forward, place, f"forward {unit.call.fqn}", index)
+        start, end = self._compute(unit.forward, place, f"forward {unit.call.fqn}")
         size = self.sizes[unit.call.segment]
         self.memory.hold("block", size.output + size.transient / self.strategy.tp * 0.5, start, end)
         self._logits(size, start, end)
@@ -146,7 +146,7 @@ class _Simulation:
 
     def _backward(self, place: int, index: int) -> None:
         unit, strategy = self.units[place], self.strategy
-        start, end = self._compute(unit, unit.backward, place, f"backward {unit.call.fqn}", index)
+        start, end = self._compute(unit.backward, place, f"backward {unit.call.fqn}")
         size, mode = self.sizes[unit.call.segment], self._mode(unit.call)
         if unit.call.block:
             self.memory.hold("saved", saved_bytes(size, strategy, mode), self.saved.pop(place), end)
@@ -178,12 +178,13 @@ class _Simulation:
         blocks = self.model.blocks
         return self.strategy.mode(blocks.index(call), len(blocks)) if call.block else "none"
 
-    def _compute(self, unit: Unit, work: Work, place: int, name: str, index: int) -> tuple[float, float]:
+    def _compute(self, work: Work, place: int, name: str) -> tuple[float, float]:
         """Run one call, in two halves about what it exchanges with other ranks; returns when it began and ended."""
         start = self.compute
         if self.sharded:
             start = max(start, self.gathered[place][1])
-        seconds = work.seconds + self.strategy.engine.call_s
+        engine = self.strategy.engine
+        seconds = work.seconds + engine.call_s + engine.stall * work.device
         beside = max(0.0, min(self.link, start + seconds) - start)
         seconds += beside * self.cluster.contention
         end = start + seconds
