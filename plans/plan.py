@@ -57,6 +57,7 @@ FUSIONS = (
     "attention_exchange",
     "merged_linears",
 )
+FUSED = ("linear_cross_entropy", "grouped_experts")  # those that have a pass
 
 PlanLike: TypeAlias = "Plan | Mapping[str, Any] | str | PathLike[str]"
 S = TypeVar("S")
@@ -139,6 +140,8 @@ def check_supported(plan: Plan) -> None:
     for name in () if plan.fuse == "auto" else plan.fuse:
         if name not in FUSIONS:
             raise PlanError(f"fuse lists {name!r}{suggest(name, FUSIONS)}", key="fuse")
+        if name not in FUSED:
+            raise PlanError(f"fuse lists {name!r}: this version supports only {listed(FUSED, 'and')}", key="fuse")
     for glob, rule in plan.parameters.items():
         if rule.dim not in (None, 0):
             key = f"parameters.{glob}.placement"

@@ -412,6 +412,7 @@ def test_a_suggested_mesh_spans_the_world(mesh: Mesh, ranks: int) -> None:
     ("values", "fragments"),
     [
         ({"fuse": ["qk_norm"]}, ["fuse lists 'qk_norm'", "attention, linear_cross_entropy"]),
+        ({"fuse": ["merged_linears"]}, ["'merged_linears'", "only linear_cross_entropy and grouped_experts"]),
         ({"experts": {"capacity": "bounded"}}, ["experts.capacity"]),
         ({"parameters": {"a": {"placement": "Shard(1)"}}}, ["parameters.a.placement=Shard(1)"]),
     ],
